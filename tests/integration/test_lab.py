@@ -116,3 +116,16 @@ def test_litgpt_lab_is_planned_as_expected(run_cli: CliRunner) -> None:
     assert "19 of 19 cases as expected" in result.out
     unfit = [line.split()[0] for line in result.out.splitlines() if "out_of_memory" in line]
     assert unfit == ["tinyllama", "13b"]
+
+
+def test_blip2_lab_is_planned_as_expected(run_cli: CliRunner) -> None:
+    result = run_cli("sweep=lab_blip2", "hardware=a100_80g", command="plan").assert_ok()
+    assert "18 of 18 cases as expected" in result.out
+    statuses = {
+        status: [line.split()[0] for line in result.out.splitlines() if f" {status} " in line]
+        for status in ("out_of_memory", "host_out_of_memory")
+    }
+    assert statuses == {
+        "out_of_memory": ["baseline", "largest_model", "largest_model_batch_1"],
+        "host_out_of_memory": ["offload"],
+    }

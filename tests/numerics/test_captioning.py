@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,16 +71,17 @@ def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackMode
     )
 
 
-def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_captioning_plan_has_memory_and_time_and_equals_its_trace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tiny = ("experiment=finetune/captioning_tiny", "hardware=h100", "tracking=none")
-    assert cli.main(["plan", *tiny]) == 0
+    assert cli.main(["plan", *tiny, "plan.method=trace"]) == 0
     stdout = capsys.readouterr().out
-    assert "all 6 layers" in stdout
-    assert "the analytic models do not cover vision-language models" in stdout
-    for entry_start in ("parameters ", "optimizer state ", "activations ", "gradients "):
+    assert "with 6 layers" in stdout
+    assert re.search(r"predicted [0-9.]+ MiB, [+-]0.0% ", stdout)
+    assert "\nStep time: " in stdout
+    for entry_start in ("parameters ", "optimizer state ", "block activations ", "gradients "):
         assert f"\n{entry_start}" in stdout, entry_start
-    assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
-    assert "memory model does not cover models with several stacks" in capsys.readouterr().err
 
 
 def test_captioning_plan_that_does_not_fit_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:

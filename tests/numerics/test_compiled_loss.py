@@ -16,7 +16,8 @@ from scalewise.compat.torch import (
     stop_allocation_profiler,
 )
 from scalewise.hardware import DeviceKind
-from scalewise.models.op_graph import ForwardSpec, cross_entropy_ops
+from scalewise.models.loss_ops import cross_entropy_ops
+from scalewise.models.op_graph import ForwardSpec
 from scalewise.objectives import losses
 from scalewise.objectives.config import IGNORED, CausalLM, ObjectiveConfig
 from scalewise.objectives.losses import chunked_loss, token_sums_function

@@ -98,8 +98,8 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     run = run_of(*overrides, "callbacks=[ema]")
     expected = build_rank_memory(run.parallelism, run).ema_bytes(run)
     assert averaged.peak - default_trace.peak == pytest.approx(expected, rel=0.001)
-    entry_bytes = {entry.name: entry.max_bytes for entry in averaged.build_breakdown().entries}
-    assert entry_bytes["average"] == pytest.approx(expected, rel=0.001)
+    average_bytes = averaged.probe_metrics["memory/average_bytes"]
+    assert average_bytes == pytest.approx(expected, rel=0.001)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ EXHAUSTIVE = pytest.mark.exhaustive
 ENCODER_DECODER = "t5"
 CAPTIONER = "blip2_t5"
 for_each_family = pytest.mark.parametrize("family", [ENCODER_DECODER, BLIP2, CAPTIONER])
-TESTED_STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_zero1", "hsdp")
+TESTED_STRATEGIES = (
+    *("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_zero1", "hsdp"),
+    *("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"),
+)
 CI_CASE = (BLIP2, "fsdp")
 LORA = ("adapter=lora", "adapter.rank=4")
 
@@ -164,6 +167,7 @@ def test_multi_stack_memory_options_change_no_step(
         (ENCODER_DECODER, ("adapter=ia3",)),
         (BLIP2, LORA),
         (CAPTIONER, LORA),
+        *((family, (*LORA, "quantization=nf4")) for family in (ENCODER_DECODER, BLIP2, CAPTIONER)),
     ],
     ids=str,
 )

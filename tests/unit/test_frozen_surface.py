@@ -36,6 +36,9 @@ def test_commands_are_frozen() -> None:
 def test_groups_and_options_are_frozen() -> None:
     assert {group: paths.option_names(group) for group in paths.GROUPS} == {
         "model": [
+            "blip2_flan_t5_xxl",
+            "blip2_opt_2_7b",
+            "blip2_opt_6_7b",
             "decoder_10m",
             "decoder_nano",
             "gemma3_1b",

@@ -58,10 +58,8 @@ class PlanCommand(Command):
             show_plan.print_fit(plan)
             return 3 if plan.fit.status.is_out_of_memory else 0
         if run.objective.trace_only and run.plan.method is MemoryMethod.trace:
-            plan = _plan_by_trace(run)
+            plan = _plan_user_module(run)  # its data loaders are not built for a plan
             show_plan.print_fit(plan)
-            if not run.objective.is_user_defined:  # its data loaders are not built for a plan
-                _print_padding(run)
             return 3 if plan.fit.status.is_out_of_memory else 0
         plan = build_plan(run)
         if run.plan.method is MemoryMethod.trace:
@@ -195,7 +193,7 @@ def _packed_makespan(
 
 def _plan_job(run: RunConfig) -> Plan:
     if run.objective.trace_only and run.plan.method is MemoryMethod.trace:
-        return _plan_by_trace(run)
+        return _plan_user_module(run)
     best: Plan | None = None
     if run.plan.search.is_limit:
         limit = show_limits.find_limit(run)[1]
@@ -206,18 +204,13 @@ def _plan_job(run: RunConfig) -> Plan:
     return _with_trace(plan) if run.plan.method is MemoryMethod.trace else plan
 
 
-def _plan_by_trace(run: RunConfig) -> Plan:
-    """Return the memory plan of a model that only a trace covers; its step time is None."""
-    return _plan_user_module(run) if run.objective.is_user_defined else _plan_stacks(run)
-
-
 def _print_padding(run: RunConfig) -> None:
     for note in padding_notes(run):
         print_lines(note)
 
 
 def _plan_user_module(run: RunConfig) -> Plan:
-    """Return the plan of a user-defined module."""
+    """Return the memory plan of a user-defined module; its step time is None."""
     from scalewise.tracing import user_module_trace  # imports torch
 
     with plain_console.get_console().status("tracing"):
@@ -227,30 +220,6 @@ def _plan_user_module(run: RunConfig) -> Plan:
         "traced", dict.fromkeys(ALL_PHASES, trace["memory/peak_bytes"]), "", "one traced step"
     )
     return Plan(run, compare_with_hardware(run, MemoryBreakdown((entry,))), None)
-
-
-def _plan_stacks(run: RunConfig) -> Plan:
-    """Return the plan of a multi-stack model.
-
-    Raises:
-        ConfigError: A trace does not support the run.
-    """
-    _load_cuda_operators(run)
-    from scalewise.tracing import step_trace  # imports torch
-    from scalewise.tracing.step_trace import TraceFitCheck
-
-    if (reason := step_trace.rejection_reason(run)) is not None:
-        raise ConfigError.for_key("plan.method", "trace", reason, "set parallelism=fsdp, or single")
-    with plain_console.get_console().status("tracing"):
-        trace = step_trace.trace_run(run, full_depth=True)
-    plan = Plan(
-        run,
-        compare_with_hardware(run, trace.build_breakdown()),
-        None,
-        trace_fit_check=TraceFitCheck(plain_console.get_console().status),
-    )
-    show_plan.print_stacks_trace(plan, trace)
-    return plan
 
 
 def _load_cuda_operators(run: RunConfig) -> None:

@@ -140,27 +140,6 @@ def print_user_trace(run: RunConfig, trace: Mapping[str, int]) -> None:
     )
 
 
-def print_stacks_trace(plan: Plan, trace: StepTrace) -> None:
-    """Print the trace of a multi-stack model, and its FLOPs per step."""
-    console, run = get_console(), plan.run
-    console.print(
-        f"{run.name}: {format_count(run.model.num_parameters)} parameters, "
-        f"{run.flops_per_step:.4g} FLOPs per step"
-    )
-    console.print()
-    console.print(_breakdown_table(plan))
-    console.print()
-    console.print(
-        f"Traced rank {trace.rank} with all {trace.traced_depths[0]} layers: peak "
-        f"{format_bytes(trace.peak)}, in the {plan.fit.breakdown.peak_phase.description} "
-        f"({trace.device.upper()} operators)"
-    )
-    console.print(
-        f"Step time not predicted: the analytic models do not cover {run.objective.model_kind}",
-        style="dim",
-    )
-
-
 def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
     """Print a table with one row per job of a sweep."""
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -190,6 +190,11 @@ class ModelConfig(ABC):
         return False
 
     @property
+    def num_stacks(self) -> int:
+        """Number of stacks of blocks; blocks of different stacks differ."""
+        return 1
+
+    @property
     def output_size(self) -> int:
         """Number of logits per token."""
         return self.classes or self.vocabulary

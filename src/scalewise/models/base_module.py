@@ -46,11 +46,12 @@ class ModelModule(nn.Module):
     ) -> None:
         """Replace linear layers of all blocks by the result of ``build_layer``, in place.
 
-        ``names``: layers by name within a block.
+        ``names``: layers by name within a block. Blocks of different stacks have different layers.
         """
         for block in self.layers():
-            for name in names:
-                layer = block.get_submodule(name)
+            layers = dict(block.named_modules())
+            for name in layers.keys() & {*names}:
+                layer = layers[name]
                 assert isinstance(layer, nn.Linear)
                 block.set_submodule(name, build_layer(layer))
 

@@ -57,7 +57,7 @@ class ForwardSpec:
     sequences: int
     """Sequences per micro-batch."""
     tokens_per_sequence: int
-    """Tokens of one sequence on this rank."""
+    """Tokens of one sequence on this rank; of an encoder-decoder model, of source and target."""
     residual_element_bytes: int
     """Bytes per element of the residual stream."""
     compute_element_bytes: int
@@ -135,6 +135,8 @@ class ForwardSpec:
     """Whether ``torch.compile`` fuses the operators of the loss."""
     has_z_loss: bool = False
     """Whether the loss also reads the logit of each label, which has a gradient of its own."""
+    target_tokens: int = 0
+    """Tokens of one sequence that the decoder of an encoder-decoder model reads."""
 
     @property
     def num_tokens(self) -> int:
@@ -352,45 +354,28 @@ class ModelOpGraphs:
     """Loss; None: part of ``head``."""
     shared_bytes: int
     """Bytes that all blocks read and no block recomputes, such as the rotary table."""
+    blocks: tuple[OpGraph, ...] = ()
+    """Each block of a model with several stacks, equal ones as the same graph; empty: blocks are
+    equal, except for the first one."""
 
+    def equal_layer(self, layer: int) -> int:
+        """Return the first layer whose block has the operators and the memory of ``layer``."""
+        if not self.blocks:
+            return min(layer, 1)
+        return next(index for index, graph in enumerate(self.blocks) if graph is self.blocks[layer])
 
-def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
-    """Return the cross-entropy of logits in fp32; with loss parallelism, of this rank's shard.
+    @property
+    def distinct_layers(self) -> tuple[int, ...]:
+        """First layer of each kind of block; of equal blocks, any but the first one."""
+        if not self.blocks:
+            return (1,)
+        return tuple(dict.fromkeys(map(self.equal_layer, range(len(self.blocks)))))
 
-    If it is compiled, the kernels read and write logits and gradients in the compute format, and
-    save two fp32 values per token.
-    """
-    graph = OpGraph()
-    numel = (
-        forward_spec.num_tokens
-        * output_size
-        // (forward_spec.tensor_ranks if forward_spec.loss_parallel else 1)
-    )
-    logits = graph.add_tensor(numel * forward_spec.compute_element_bytes)
-    size = numel * forward_spec.loss_element_bytes
-    if forward_spec.is_loss_compiled:
-        per_token = 2 * forward_spec.num_tokens * forward_spec.loss_element_bytes
-        graph.add_op(
-            OpWork.pointwise, (logits,), 0, saved=(logits,), extra_output_bytes=(per_token,)
-        )
-        return graph
-    loss_logits = (
-        logits
-        if forward_spec.compute_element_bytes == forward_spec.loss_element_bytes
-        else graph.add_op(OpWork.pointwise, (logits,), size)
-    )
-    # Two backward ops each need a full gradient, but a sharded loss fuses them.
-    adds_gradient = forward_spec.has_z_loss and loss_logits == logits
-    fuses_gradients = forward_spec.loss_parallel and not adds_gradient
-    graph.add_op(
-        OpWork.pointwise,
-        (loss_logits, logits),
-        0,
-        gradients=(loss_logits,),
-        extra_output_bytes=(size,),
-        backward_scratch=0 if fuses_gradients else size,
-    )
-    return graph
+    def layer_graph(self, layer: int) -> OpGraph:
+        """Return the graph of a layer."""
+        if self.blocks:
+            return self.blocks[layer]
+        return self.block if layer else self.first_block
 
 
 @lazy_dispatch_by("op_graph_implementation")

@@ -113,7 +113,6 @@ class Seq2Seq(CausalLM):
 
     needs_encoder_decoder = True
     supports_compile = False
-    trace_only = True
     model_kind = "encoder-decoder models"
 
     def validate(self) -> Iterator[ConfigIssue]:

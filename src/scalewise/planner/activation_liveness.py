@@ -250,7 +250,6 @@ EMPTY = PartLiveness(0, 0, 0, 0)
 """Memory of a part that the rank does not store."""
 
 
-@lru_cache(maxsize=1024)
 def model_op_graphs(
     model: ModelConfig, forward_spec: ForwardSpec, full_recompute: bool = False
 ) -> ModelOpGraphs:
@@ -258,6 +257,13 @@ def model_op_graphs(
 
     ``full_recompute``: whether backward recomputes whole blocks.
     """
+    return _cached_op_graphs(model, forward_spec, full_recompute and forward_spec.is_compiled)
+
+
+@lru_cache(maxsize=1024)
+def _cached_op_graphs(
+    model: ModelConfig, forward_spec: ForwardSpec, full_recompute: bool
+) -> ModelOpGraphs:
     op_graphs = build_op_graphs(model, forward_spec)
     if not forward_spec.is_compiled:
         return op_graphs
@@ -276,12 +282,12 @@ def block_liveness(
     fresh_gradients: bool,
     saved_on: SavedOn = SavedOn.device,
     step_scratch_ratio: float = -1,
-    is_first: bool = False,
+    layer: int = 1,
 ) -> PartLiveness:
-    """Return the memory of the first block, or of any later one."""
+    """Return the memory of a block; ``layer``: the first one of the equal blocks."""
     op_graphs = model_op_graphs(model, forward_spec, recompute is Recompute.full)
     return simulate_part(
-        op_graphs.first_block if is_first else op_graphs.block,
+        op_graphs.layer_graph(layer),
         recompute,
         fresh_gradients=fresh_gradients,
         saved_on=saved_on,
@@ -300,18 +306,19 @@ def liveness_by_block(
     step_scratch_ratio: float,
 ) -> tuple[PartLiveness, ...]:
     """Return the memory of each block of ``stages``, in order."""
+    equal_layer = model_op_graphs(model, forward_spec).equal_layer
     return tuple(
         block_liveness(
             model,
             forward_spec,
-            recompute,
+            memory.recompute_for_layer(layer),
             fresh_gradients,
             saved_on,
             step_scratch_ratio,
-            is_first=stage.is_first and not index,
+            equal_layer(layer),
         )
         for stage in stages
-        for index, recompute in enumerate(memory.recompute_per_layer((stage,)))
+        for layer in stage.layers
     )
 
 
@@ -332,19 +339,18 @@ def offloaded_bytes(run: RunConfig, rank_memory: RankMemory) -> int:
     if saved_on is SavedOn.device:
         return 0
     skips_last = saved_on is SavedOn.host and rank_memory.in_flight == len(rank_memory.stages)
+    equal_layer = model_op_graphs(run.model, rank_memory.forward_spec).equal_layer
     return sum(
         block_liveness(
             run.model,
             rank_memory.forward_spec,
-            recompute,
+            run.memory.recompute_for_layer(layer),
             fresh_gradients=True,
             saved_on=saved_on,
-            is_first=stage.is_first and not index,
+            layer=equal_layer(layer),
         ).offloaded_bytes
         for stage in rank_memory.stages
-        for index, recompute in enumerate(
-            run.memory.recompute_per_layer((stage,))[: len(stage.layers) - skips_last]
-        )
+        for layer in stage.layers[: len(stage.layers) - skips_last]
     )
 
 

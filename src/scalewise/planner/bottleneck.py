@@ -32,6 +32,8 @@ def bottleneck_hint(plan: Plan) -> str | None:
     name, seconds = next(iter(step.parts().items()))
     advice = ADVICE.get(name, COMMUNICATION_ADVICE)
     bf16, peak = (run.hardware.peak_flops(kind) for kind in ("bf16", run.precision.peak_kind))
+    if name == "pointwise" and not run.objective.supports_compile:
+        advice = "set a larger trainer.micro_batch"
     if name == "products" and bf16 and peak and bf16 > peak:
         advice = f"set precision=bf16_mixed, whose peak rate is {bf16 / peak:.1f} times as high"
     share = seconds / step.seconds

@@ -23,6 +23,7 @@ from scalewise.parallelism.mesh import MeshConfig
 from scalewise.planner.fsdp_communication import fsdp_collectives
 from scalewise.planner.rank_partition import RankPartition, partition_of
 from scalewise.planner.tensor_communication import SCALAR_BYTES, tensor_collectives
+from scalewise.quantization.config import weights_by_block
 from scalewise.run_config import RunConfig
 
 INT32_BYTES, INT64_BYTES = 4, 8
@@ -74,7 +75,8 @@ def _shard_exchanges(partition: RankPartition, rank: int) -> Iterator[Collective
     """All-to-alls by which each rank gets whole updates of some matrices, and returns them."""
     mesh, axes = partition.mesh, ("shards", "context")
     block, _ = partition.weights_by_kind()
-    shapes = _distributed_shapes(partition.run, block, partition.num_layers)
+    blocks = Counter(partition.weights_by_block()) or {block: partition.num_layers}
+    shapes = _distributed_shapes(partition.run, blocks)
     if not shapes:
         return
     group = mesh.ranks_along(axes, rank)
@@ -90,8 +92,10 @@ def _shard_exchanges(partition: RankPartition, rank: int) -> Iterator[Collective
 
 def _replica_exchanges(run: RunConfig, ranks: int) -> Iterator[Collective]:
     """All-gathers of the updates that each rank has computed for some matrices."""
-    block, _ = run.weight_census_by_kind()
-    shapes = _distributed_shapes(run, block, run.model.layers)
+    blocks = weights_by_block(run.quantization, run.adapter, run.model)
+    counts: Mapping[tuple[Weight, ...], int] = Counter(blocks)
+    counts = counts or {run.weight_census_by_kind()[0]: run.model.layers}
+    shapes = _distributed_shapes(run, counts)
     for (rows, columns), count, rounds in _exchange_rounds(run, shapes, ranks):
         size = ranks * -(-count // ranks) * rows * columns * BF16_BYTES
         name = "updates of matrices"
@@ -99,14 +103,18 @@ def _replica_exchanges(run: RunConfig, ranks: int) -> Iterator[Collective]:
 
 
 def _distributed_shapes(
-    run: RunConfig, block: Iterable[Weight], layers: int
+    run: RunConfig, blocks: Mapping[tuple[Weight, ...], int]
 ) -> Counter[tuple[int, int]]:
-    """Number of matrices of each shape whose updates are divided among data-parallel ranks."""
+    """Number of matrices of each shape whose updates are divided among data-parallel ranks.
+
+    ``blocks``: number of blocks with the same weights.
+    """
     shapes: Counter[tuple[int, int]] = Counter()
-    for weight in block:
-        if weight.trainable and run.optimizer.distributes_update(weight):
-            rows, columns = weight.shape
-            shapes[rows, columns] += layers
+    for block, count in blocks.items():
+        for weight in block:
+            if weight.trainable and run.optimizer.distributes_update(weight):
+                rows, columns = weight.shape
+                shapes[rows, columns] += count
     return shapes
 
 

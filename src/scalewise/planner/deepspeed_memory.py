@@ -59,12 +59,10 @@ class DeepSpeedDeviceMemory(DeviceMemory):
                 "masters", count * zero.master_element_bytes, ALL_PHASES, formula, reason
             )
         if zero.persistence_threshold:
-            weights = (
-                *rank_memory.block_weights * rank_memory.num_layers,
-                *rank_memory.other_weights,
-            )
             small_elements = sum(
-                weight.numel for weight in weights if weight.numel < zero.persistence_threshold
+                weight.numel
+                for weight in rank_memory.all_weights
+                if weight.numel < zero.persistence_threshold
             )
             reason = "smaller than parallelism.keep_whole_below"
             formula = f"{small_elements:,} x {zero.weight_element_bytes} B"
@@ -121,10 +119,7 @@ class DeepSpeedDeviceMemory(DeviceMemory):
         if self.gradients_persist or zero.num_buckets == 1 or zero.bucket_elements >= trained:
             yield from super()._gradient_entries()
         else:
-            weights = (
-                *rank_memory.block_weights * rank_memory.num_layers,
-                *(w for w in rank_memory.other_weights if w not in embedding_weights),
-            )
+            weights = tuple(w for w in rank_memory.all_weights if w not in embedding_weights)
             large_elements = shard_elements(
                 tuple(w for w in weights if w.numel > zero.bucket_elements), trained=True
             )
@@ -154,9 +149,10 @@ class DeepSpeedDeviceMemory(DeviceMemory):
         """Phases with the gradient partition; stage 2 allocates it at the first full bucket."""
         if self.zero.stage == 3 or self.run.accumulation > 1:
             return ALL_PHASES
-        block = shard_elements(self.rank_memory.block_weights, trained=True)
-        computed_elements = {  # including the running block
-            phase: self.head_numel + (finished + 1) * block
+        running = shard_elements(self.rank_memory.block_weights, trained=True)
+        blocks = self.rank_memory.cumulative_trained_elements(shards=1)
+        computed_elements = {
+            phase: self.head_numel + blocks[finished] + running
             for phase, (_, finished) in self.blocks_by_phase.items()
         }
         bucket_phases = (
@@ -220,9 +216,10 @@ class DeepSpeedDeviceMemory(DeviceMemory):
     def _gathered_weights_entry(self) -> MemoryEntry:
         """Stage 3: gathered parameters, up to the limit of live elements."""
         zero, rank_memory = self.zero, self.rank_memory
-        weights = (*rank_memory.block_weights * rank_memory.num_layers, *rank_memory.other_weights)
         sharded_elements = sum(
-            weight.numel for weight in weights if weight.numel >= zero.persistence_threshold
+            weight.numel
+            for weight in rank_memory.all_weights
+            if weight.numel >= zero.persistence_threshold
         )
         live_elements = min(
             sharded_elements, max(zero.max_live_elements, shard_elements(rank_memory.block_weights))

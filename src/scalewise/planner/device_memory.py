@@ -138,7 +138,9 @@ class DeviceMemory(ModelStateMemory):
             StepPhase.reduce_head: bytes_before_head(self.run.model, self.rank_memory.forward_spec)
             * self.rank_memory.has_head,
             StepPhase.backward_last: blocks[-1].backward_peak,
-            StepPhase.backward_next: blocks[-2:][0].backward_peak
+            StepPhase.backward_next: blocks[
+                self.blocks_by_phase[StepPhase.backward_next][0]
+            ].backward_peak
             * (self.rank_memory.num_layers > 2),
             StepPhase.backward_second: blocks[:2][-1].backward_peak
             * (self.rank_memory.num_layers > 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,9 +56,10 @@ def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     reductions = 1 if mesh.delays_reduction else partition.run.accumulation
     gathers = _gathers_per_step(partition)
     block, experts = _split_experts(block)
+    blocks = Counter(partition.weights_by_block()) or {block: partition.num_layers}
     # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
     for name, weights, layers, num_gathers, overlaps in (
-        ("a block", block, partition.num_layers, gathers.block, True),
+        *(("a block", each, count, gathers.block, True) for each, count in blocks.items()),
         ("the experts of a block", experts, partition.num_layers, gathers.block, True),
         ("the embedding", groups.embedding, 1, gathers.embedding, False),
         ("the head", groups.head, 1, gathers.last, True),

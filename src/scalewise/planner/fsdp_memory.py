@@ -54,27 +54,32 @@ class FSDPStateMemory(RankStep):
         block = self.gathered_block_bytes
         layers, keeps_unsharded = rank_memory.num_layers, fsdp.keeps_unsharded
         yield self._gathered_outside_entry(fsdp)
+        blocks = [*map(fsdp.gathered_bytes, rank_memory.list_block_weights())]
+        kept = sum(blocks) * keeps_unsharded
+        next_block = self.blocks_by_phase[StepPhase.backward_next][0]
+
+        def gathered(end: int, running: int = 1) -> int:
+            """Gathered blocks before ``end``: the running ones and prefetched ones, or all."""
+            start = 0 if keeps_unsharded else max(0, end - running - fsdp.prefetch)
+            return sum(blocks[start:end])
+
         # FSDP2 keeps the all-gather buffer for one block.
-        block_bytes, kept_blocks = block, layers * keeps_unsharded
-        prefetched = min(fsdp.prefetch, layers - 1)
-        gather_buffers = int(not fsdp.keeps_between_passes)
+        gather_buffer = block * (not fsdp.keeps_between_passes)
         bytes_by_phase = {
-            StepPhase.forward: (max(kept_blocks, 1) + gather_buffers) * block_bytes,
-            StepPhase.loss: kept_blocks * block_bytes,
-            StepPhase.backward_loss: kept_blocks * block_bytes,
-            StepPhase.backward_head: (kept_blocks or prefetched) * block_bytes,
-            StepPhase.reduce_head: (kept_blocks or prefetched) * block_bytes,
-            StepPhase.backward_last: (kept_blocks or 1 + prefetched) * block_bytes,
-            StepPhase.reduce_last: (max(kept_blocks - 1, 0) or prefetched) * block_bytes,
-            StepPhase.backward_next: (max(kept_blocks - 1, 0) or 1 + min(prefetched, layers - 2))
-            * block_bytes,
-            StepPhase.backward_second: (2 * keeps_unsharded or 1 + min(prefetched, 1))
-            * block_bytes,
-            StepPhase.backward_first: block_bytes,
+            StepPhase.forward: (kept or block) + gather_buffer,
+            StepPhase.loss: kept,
+            StepPhase.backward_loss: kept,
+            StepPhase.backward_head: min(gathered(layers, 0), kept or sum(blocks[1:])),
+            StepPhase.reduce_head: min(gathered(layers, 0), kept or sum(blocks[1:])),
+            StepPhase.backward_last: gathered(layers),
+            StepPhase.reduce_last: gathered(layers - 1, 0),
+            StepPhase.backward_next: gathered(next_block + 1) * (layers > 1),
+            StepPhase.backward_second: gathered(2),
+            StepPhase.backward_first: blocks[0],
             StepPhase.reduce_block: 0,
         }
         if self.peak_point.keeps_unsharded:
-            bytes_by_phase = dict.fromkeys(FORWARD_BACKWARD, layers * block_bytes)
+            bytes_by_phase = dict.fromkeys(FORWARD_BACKWARD, sum(blocks))
         yield MemoryEntry(
             "gathered weights of blocks",
             bytes_by_phase,
@@ -127,7 +132,7 @@ class FSDPStateMemory(RankStep):
         early_bytes = self.head_liveness.gradient_bytes - head_bytes
         tied_bytes = self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
         root_bytes = early_bytes - tied_bytes + self.embedding_liveness.gradient_bytes
-        block_bytes = self.block_liveness.gradient_bytes
+        block_bytes = self.block_gradient_bytes
         if fsdp.has_unsharded_gradients:  # they are added to those of earlier micro-batches before
             head_bytes = block_bytes = 0
         # Gradients of a block are freed before the output of the reduction is allocated.
@@ -236,31 +241,33 @@ class FSDPStateMemory(RankStep):
 
     def earlier_gradient_entry(self, element_bytes: int, reason: str) -> MemoryEntry:
         """Unsharded gradients of earlier micro-batches that are not yet in their bucket."""
-        block = shard_elements(self.rank_memory.block_weights, trained=True) * element_bytes
+        blocks = self.rank_memory.cumulative_trained_elements(shards=1)
         rest = shard_elements(self.rank_memory.other_weights, trained=True) * element_bytes
         moves_to_bucket = self.rank_memory.fsdp is None and not self.has_tied_weights
         remaining_bytes = rest - self.head_numel * element_bytes * moves_to_bucket
         if self.rank_memory.fsdp is not None:
             head = self.rank_memory.fsdp.groups.head
             remaining_bytes -= shard_elements(head, trained=True) * element_bytes
-        layers = self.rank_memory.num_layers
         phases = {
-            phase: (layers - done) * block + (remaining_bytes if phase in AFTER_HEAD else rest)
+            phase: (blocks[-1] - blocks[done]) * element_bytes
+            + (remaining_bytes if phase in AFTER_HEAD else rest)
             for phase, (_, done) in self.blocks_by_phase.items()
         }
         if self.accumulates_unsharded:
-            phases = dict.fromkeys(FORWARD_BACKWARD, layers * block + rest)
-        formula = f"{layers} blocks x {block:,} B + {rest:,} B"
+            phases = dict.fromkeys(FORWARD_BACKWARD, blocks[-1] * element_bytes + rest)
+        formula = f"{blocks[-1] * element_bytes:,} B of blocks + {rest:,} B"
+        if self.run.model.num_stacks == 1:
+            layers = self.rank_memory.num_layers
+            formula = f"{layers} blocks x {blocks[1] * element_bytes:,} B + {rest:,} B"
         return MemoryEntry("gradients of earlier micro batches", phases, formula, reason)
 
     def _replica_gradient_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
         """All-reduced gradient shards, which FSDP2 keeps until backward ends."""
-        (_, block), (_, head) = (
-            fsdp.reduced_bytes(weights)
-            for weights in (self.rank_memory.block_weights, fsdp.groups.head)
-        )
+        _, head = fsdp.reduced_bytes(fsdp.groups.head)
+        _, block = fsdp.reduced_bytes(self.rank_memory.block_weights)
+        blocks = self.rank_memory.cumulative_trained_elements(fsdp.num_shards)
         phases = {
-            phase: done * block + head * (phase in AFTER_HEAD)
+            phase: blocks[done] * fsdp.reduced_element_bytes + head * (phase in AFTER_HEAD)
             for phase, (_, done) in self.blocks_by_phase.items()
         }
         return MemoryEntry(

@@ -84,8 +84,10 @@ def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
             element_bytes, rank_memory.parameter_shards
         ) + rank_memory.state_bytes(run)
         yield _node_entry("checkpoint on its way", ranks, size, "copy that a thread writes")
-    loader_bytes = run.sequences_per_forward * (run.data.sequence + 1) * ID_BYTES * LOADER_BATCHES
-    yield _node_entry("rows", ranks, loader_bytes, "token IDs of prefetched batches")
+    sample_bytes = (run.data.sequence + 1) * ID_BYTES + 3 * run.data.image_size**2
+    loader_bytes = run.sequences_per_forward * sample_bytes * LOADER_BATCHES
+    reason = "token IDs of prefetched batches" + ", and pixels" * (run.data.image_size > 0)
+    yield _node_entry("rows", ranks, loader_bytes, reason)
 
 
 def _node_entry(name: str, ranks: int, bytes_per_rank: int, reason: str) -> MemoryEntry:

@@ -196,8 +196,12 @@ def constant_entry(
     return MemoryEntry(name, dict.fromkeys(phases, size), formula, reason)
 
 
-def blocks_by_phase(layers: int) -> dict[StepPhase, tuple[int, int]]:
-    """Number of blocks before and after their backward, by phase."""
+def blocks_by_phase(layers: int, middle: int | None = None) -> dict[StepPhase, tuple[int, int]]:
+    """Number of blocks before and after their backward, by phase.
+
+    ``middle``: block whose backward replaces that of the last block but one.
+    """
+    middle = max(0, layers - 2) if middle is None else middle
     return {
         StepPhase.forward: (layers - 1, 0),
         StepPhase.loss: (layers, 0),
@@ -206,7 +210,7 @@ def blocks_by_phase(layers: int) -> dict[StepPhase, tuple[int, int]]:
         StepPhase.reduce_head: (layers, 0),
         StepPhase.backward_last: (layers - 1, 0),
         StepPhase.reduce_last: (layers - 1, 0),
-        StepPhase.backward_next: (max(0, layers - 2), min(1, layers - 1)),
+        StepPhase.backward_next: (middle, layers - 1 - middle),
         StepPhase.backward_second: (min(1, layers - 1), max(0, layers - 2)),
         StepPhase.backward_first: (0, layers - 1),
         StepPhase.reduce_block: (0, layers - 1),

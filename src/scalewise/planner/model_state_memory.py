@@ -132,19 +132,20 @@ class ModelStateMemory(FSDPStateMemory):
             yield MemoryEntry("gradients", sizes, f"{count:,} x {element_bytes} B", reason)
             return
         block_bytes, head_bytes = (
-            self.block_liveness.gradient_bytes,
+            self.cumulative_gradient_bytes,
             self.head_liveness.gradient_bytes,
         )
         if rank_memory.fsdp is not None:
-            block_bytes = (
-                shard_elements(rank_memory.block_weights, rank_memory.gradient_shards, trained=True)
-                * element_bytes
+            shards = rank_memory.gradient_shards
+            block_bytes = tuple(
+                element_bytes * elements
+                for elements in rank_memory.cumulative_trained_elements(shards)
             )
             head_bytes = element_bytes * shard_elements(
-                rank_memory.fsdp.groups.head, rank_memory.gradient_shards, trained=True
+                rank_memory.fsdp.groups.head, shards, trained=True
             )
         bytes_by_phase = {
-            phase: done * block_bytes + head_bytes
+            phase: block_bytes[done] + head_bytes
             for phase, (_, done) in self.blocks_by_phase.items()
             if phase in AFTER_HEAD
         }

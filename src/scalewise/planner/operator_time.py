@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scalewise.models.base import ModelConfig
+from scalewise.memory_config import ActivationCheckpointing
+from scalewise.models.base import ModelConfig, StageSlice
 from scalewise.models.op_graph import ForwardSpec, Op, OpGraph, OpWork, Recompute
 from scalewise.planner.activation_liveness import model_op_graphs, selective_ops
 
@@ -119,10 +121,35 @@ class GraphSeconds:
 class ModelSeconds:
     """Times of the operator graphs of a model."""
 
-    block: GraphSeconds
-    """One block."""
+    blocks: tuple[GraphSeconds, ...]
+    """Each kind of block."""
+    layer_kinds: tuple[int, ...]
+    """Kind of each block of a model with several stacks; empty: all blocks are of one kind."""
     ends: tuple[GraphSeconds, ...]
     """Head and loss."""
+
+    def kind_of_layer(self, layer: int) -> int:
+        """Return the index in ``blocks`` of the block of a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else 0
+
+    def count_blocks(self, stages: Iterable[StageSlice]) -> list[tuple[GraphSeconds, int]]:
+        """Return the times of each kind of block of some stages, with the number of blocks."""
+        counts = Counter(self.kind_of_layer(layer) for stage in stages for layer in stage.layers)
+        return [(self.blocks[kind], count) for kind, count in counts.items()]
+
+    def recompute_seconds(
+        self, memory: ActivationCheckpointing, stages: Iterable[StageSlice]
+    ) -> float:
+        """Return the time of the recomputation of all blocks of some stages, in seconds."""
+        counts = Counter(
+            (self.kind_of_layer(layer), memory.recompute_for_layer(layer))
+            for stage in stages
+            for layer in stage.layers
+        )
+        return sum(
+            count * self.blocks[kind].recompute[recompute]
+            for (kind, recompute), count in counts.items()
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -130,8 +157,11 @@ def model_seconds(model: ModelConfig, spec: ForwardSpec, rates: DeviceRates) -> 
     """Return the times of the operator graphs of a model on one rank."""
     graphs = model_op_graphs(model, spec)
     ends = (graph for graph in (graphs.head, graphs.loss) if graph is not None)
+    layers = graphs.distinct_layers
     return ModelSeconds(
-        _graph_seconds(graphs.block, rates), tuple(_graph_seconds(graph, rates) for graph in ends)
+        tuple(_graph_seconds(graphs.layer_graph(layer), rates) for layer in layers),
+        tuple(layers.index(graphs.equal_layer(layer)) for layer in range(len(graphs.blocks))),
+        tuple(_graph_seconds(graph, rates) for graph in ends),
     )
 
 

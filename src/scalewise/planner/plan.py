@@ -12,7 +12,7 @@ from scalewise.planner.auto_settings import resolve_auto_checkpointing, resolve_
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, RunVariant, check_fit
 from scalewise.planner.step_time import StepTime, predict_step_time
-from scalewise.planner.suggested_fix import FitCheck, SuggestedFix, suggest_fix
+from scalewise.planner.suggested_fix import SuggestedFix, suggest_fix
 from scalewise.run_config import RunConfig
 
 HOUR = 3600.0
@@ -30,20 +30,12 @@ class Plan:
     """Predicted step time; None if the hardware profile lacks a rate."""
     overrides: tuple[str, ...] = ()
     """Overrides that turn the requested run into ``run``."""
-    trace_fit_check: FitCheck | None = None
-    """Fit check for changes of a run that only a trace can plan; None: no fix is suggested."""
 
     @cached_property
     def suggested_fix(self) -> SuggestedFix | None:
         """The cheapest change that makes the run fit; None if it fits, or if no change helps."""
-        if self.fit.status.is_acceptable:
+        if self.fit.status.is_acceptable or self.run.objective.trace_only:
             return None
-        if self.run.objective.trace_only:
-            return (
-                None
-                if self.trace_fit_check is None
-                else suggest_fix(self.run, self.trace_fit_check)
-            )
         return suggest_fix(self.run)
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
+from itertools import accumulate, chain
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
@@ -16,8 +19,9 @@ from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.deepspeed import MAX_LIVE_ELEMENTS, DeepSpeedConfig, OffloadTarget
 from scalewise.parallelism.mesh import ContextAttention, MeshConfig, PipelineSchedule
 from scalewise.parallelism.single import SingleConfig
+from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.rank_partition import FSDPGroups, RankStages, partition_of
-from scalewise.precision.config import FloatFormat
+from scalewise.quantization.config import weights_by_block
 from scalewise.run_config import RunConfig
 
 
@@ -84,7 +88,8 @@ class RankMemory(RankStages):
     forward_spec: ForwardSpec
     """Sizes and formats of a forward pass."""
     block_weights: tuple[Weight, ...]
-    """Weights of one block, after tensor parallelism and before sharding."""
+    """Weights of one block, after tensor parallelism and before sharding; of blocks that differ,
+    those of the largest one."""
     other_weights: tuple[Weight, ...]
     """Weights outside of blocks, after tensor parallelism and before sharding."""
     parameter_shards: int = 1
@@ -122,25 +127,50 @@ class RankMemory(RankStages):
     """Whether optimizer state is stored on disk."""
     parameters_on_disk: bool = False
     """Whether parameters are stored on disk."""
+    weights_by_block: tuple[tuple[Weight, ...], ...] = ()
+    """Weights of each block, in order; empty: all blocks are equal."""
+
+    @property
+    def block_counts(self) -> Counter[tuple[Weight, ...]]:
+        """Number of blocks with the same weights."""
+        if self.weights_by_block:
+            return Counter(self.weights_by_block)
+        return Counter({self.block_weights: self.num_layers})
+
+    @property
+    def all_weights(self) -> tuple[Weight, ...]:
+        """Weights of all blocks and those outside of blocks."""
+        return (*chain.from_iterable(self.block_counts.elements()), *self.other_weights)
 
     def numel(self, shards: int, *, trained: bool = False) -> int:
         """Return the elements of a shard of the rank's parameters, or of the trained ones."""
-        block = self.num_layers * shard_elements(self.block_weights, shards, trained=trained)
-        return block + shard_elements(self.other_weights, shards, trained=trained)
+        return self._sum_weights(lambda group: shard_elements(group, shards, trained=trained))
 
     def weight_bytes(self, element_bytes: int, shards: int) -> int:
         """Return the size of a shard of the rank's parameters, in bytes."""
-        return self.num_layers * shard_bytes(
-            self.block_weights, element_bytes, shards
-        ) + shard_bytes(self.other_weights, element_bytes, shards)
+        return self._sum_weights(lambda group: shard_bytes(group, element_bytes, shards))
 
     def state_bytes(self, run: RunConfig) -> int:
         """Return the size of the optimizer state of this rank, in bytes."""
-        block, other = (
-            _state_bytes(run.optimizer, weights, self.state_shards, run.precision.parameters.bytes)
-            for weights in (self.block_weights, self.other_weights)
+        element_bytes = run.precision.parameters.bytes
+        return self._sum_weights(
+            lambda group: _state_bytes(run.optimizer, group, self.state_shards, element_bytes)
         )
-        return self.num_layers * block + other
+
+    def list_block_weights(self) -> tuple[tuple[Weight, ...], ...]:
+        """Return the weights of each block, in order."""
+        return self.weights_by_block or (self.block_weights,) * self.num_layers
+
+    def cumulative_trained_elements(self, shards: int) -> tuple[int, ...]:
+        """Return the trained elements of the last 0, 1, ... blocks, sharded."""
+        blocks = reversed(self.list_block_weights())
+        elements = (shard_elements(block, shards, trained=True) for block in blocks)
+        return tuple(accumulate(elements, initial=0))
+
+    def _sum_weights(self, measure: Callable[[tuple[Weight, ...]], int]) -> int:
+        """Return the sum of a measure over the weights of all blocks and those outside."""
+        blocks = sum(count * measure(group) for group, count in self.block_counts.items())
+        return blocks + measure(self.other_weights)
 
     def ema_bytes(self, run: RunConfig) -> int:
         """Return the size of the moving average of the weights on this rank, in bytes."""
@@ -159,14 +189,14 @@ class RankMemory(RankStages):
     @property
     def largest_numel(self) -> int:
         """Elements of the largest trained parameter, after sharding."""
-        weights = (*self.block_weights, *self.other_weights)
+        weights = (*chain.from_iterable(self.block_counts), *self.other_weights)
         return max((w.shard_numel(self.state_shards) for w in weights if w.trainable), default=0)
 
     def scratch_bytes(self, run: RunConfig) -> int:
         """Return the temporary memory of an optimizer update, in bytes."""
         element_bytes, weights = (
             run.precision.parameters.bytes,
-            (*self.block_weights, *self.other_weights),
+            (*chain.from_iterable(self.block_counts), *self.other_weights),
         )
         sizes = (
             run.optimizer.scratch_bytes(w, self.state_shards, element_bytes)
@@ -295,6 +325,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         states_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,
         states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
         parameters_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,
+        weights_by_block=partition.weights_by_block(),
     )
 
 
@@ -330,49 +361,7 @@ def replicated_memory(run: RunConfig) -> RankMemory:
         rest,
         states_on_host=run.optimizer.offload and run.hardware.device is DeviceKind.cuda,
         states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
-    )
-
-
-def forward_spec(
-    run: RunConfig, sequences: int, tokens_per_sequence: int, *, casts_weights: bool = False
-) -> ForwardSpec:
-    """Return the sizes and formats of a forward pass.
-
-    ``casts_weights``: whether gathered parameters are in the compute format.
-    """
-    precision = run.precision
-    weight_element_bytes = precision.compute.bytes if casts_weights else precision.parameters.bytes
-    casts_residual = run.model.casts_residual and precision.compute is FloatFormat.bf16
-    return ForwardSpec(
-        sequences=sequences,
-        tokens_per_sequence=tokens_per_sequence,
-        residual_element_bytes=precision.compute.bytes if casts_residual else weight_element_bytes,
-        compute_element_bytes=precision.compute.bytes,
-        gradient_element_bytes=weight_element_bytes,
-        autocast=precision.compute.bytes < weight_element_bytes,
-        on_cpu=run.hardware.device == "cpu",
-        loss_chunk=run.objective.loss_chunk or 0,
-        loss_in_forward=run.computes_loss_gradients_in_forward,
-        rope_element_bytes=precision.parameters.bytes,
-        has_frozen_weights=run.has_frozen_weights,
-        fully_trained_modules=run.adapter.fully_trained_modules(run.model),
-        adapted_layers=run.adapter.adapted_layers(run.model),
-        adapter_rank=run.adapter.rank,
-        adapter_dropout=run.adapter.dropout,
-        has_magnitudes=run.adapter.magnitudes,
-        scaled_layers=run.adapter.scaled_layers(run.model),
-        packed_layers=run.quantization.packed_layers(run.model),
-        scale_bytes=run.quantization.scale_bytes,
-        sequence_packing=run.data.packing,
-        prompt_tokens=run.adapter.prompt_tokens,
-        prefix_tokens=run.adapter.prefix_tokens,
-        fp8_layers=precision.fp8_layers(run.model),
-        fake_quantized_layers=run.quantization.fake_quantized_layers(run.model),
-        quantization_group=run.quantization.group,
-        rounds_inputs=run.quantization.rounds_inputs,
-        is_compiled=run.is_compiled,
-        is_loss_compiled=run.loss_compile is not None,
-        has_z_loss=bool(getattr(run.objective, "z_loss", 0.0)),
+        weights_by_block=weights_by_block(run.quantization, run.adapter, run.model),
     )
 
 

@@ -20,7 +20,11 @@ from scalewise.models.base import (
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.quantization.config import QuantizationConfig, weight_census_by_kind
+from scalewise.quantization.config import (
+    QuantizationConfig,
+    weight_census_by_kind,
+    weights_by_block,
+)
 from scalewise.run_config import RunConfig
 
 EMPTY = WeightGroup()
@@ -111,6 +115,11 @@ class RankPartition(RankStages):
         """Return the weights of one block and those outside of blocks, after tensor parallelism."""
         block, groups = self._weights
         return block, groups.all
+
+    def weights_by_block(self) -> tuple[tuple[Weight, ...], ...]:
+        """Return the weights of each block if blocks differ, which then are not split."""
+        run = self.run
+        return weights_by_block(run.quantization, run.adapter, run.model)
 
     def fsdp_groups(self) -> FSDPGroups:
         """Return the weights outside of blocks by FSDP group, after tensor parallelism."""

@@ -121,22 +121,38 @@ class RankStep:
             and fsdp.reduced_element_bytes == rank_memory.forward_spec.gradient_element_bytes
         )
         fresh_gradients = not adds_in_place if fsdp is not None else not self.gradients_persist
+        # Blocks of several stacks are measured together, with a gradient that waits for the other.
         self.has_tied_weights = (
-            rank_memory.has_embedding and rank_memory.has_head and bool(run.model.tied_weights)
+            rank_memory.has_embedding
+            and rank_memory.has_head
+            and bool(run.model.tied_weights)
+            and run.model.num_stacks == 1
         )
         self.saves_on_host = memory_of_saved_tensors(run) is SavedOn.host
-        self.blocks_by_phase = blocks_by_phase(rank_memory.num_layers)
         self.op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
         self.fresh_gradients, self.step_scratch_ratio = (
             fresh_gradients,
             self._compute_step_scratch_ratio(),
         )
-        self.block_liveness = block_liveness(
-            run.model, rank_memory.forward_spec, Recompute.nothing, fresh_gradients
-        )
         self.liveness_by_block = self.simulate_blocks(rank_memory.stages)
+        self.block_gradient_bytes = max(
+            block.gradient_bytes
+            for block in (
+                self.liveness_by_block
+                if run.model.num_stacks > 1
+                # With the optimizer step in backward, gradients do not persist after a block.
+                else (
+                    block_liveness(
+                        run.model, rank_memory.forward_spec, Recompute.nothing, fresh_gradients
+                    ),
+                )
+            )
+        )
         saved_bytes = (each.saved_bytes for each in self.liveness_by_block)
         self.cumulative_saved_bytes = tuple(accumulate(saved_bytes, initial=0))
+        gradient_bytes = (each.gradient_bytes for each in reversed(self.liveness_by_block))
+        self.cumulative_gradient_bytes = tuple(accumulate(gradient_bytes, initial=0))
+        self.blocks_by_phase = blocks_by_phase(rank_memory.num_layers, self._find_middle_block())
         embedding, head, loss = non_block_liveness(
             run.model, rank_memory.forward_spec, fresh_gradients, self.step_scratch_ratio
         )
@@ -156,6 +172,23 @@ class RankStep:
             self.fresh_gradients,
             memory_of_saved_tensors(run),
             self.step_scratch_ratio,
+        )
+
+    def _find_middle_block(self) -> int | None:
+        """Return the block of several stacks whose backward needs most; None if blocks are equal.
+
+        The first block of the model, the second one and the last one are not compared.
+        """
+        layers = range(2, self.rank_memory.num_layers - 1)
+        if self.run.model.num_stacks == 1 or not layers:
+            return None
+        return max(
+            layers,
+            key=lambda layer: (
+                self.cumulative_saved_bytes[layer]
+                + self.liveness_by_block[layer].backward_peak
+                + self.cumulative_gradient_bytes[self.rank_memory.num_layers - 1 - layer]
+            ),
         )
 
     def _compute_step_scratch_ratio(self) -> float:

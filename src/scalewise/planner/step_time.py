@@ -7,13 +7,13 @@ models run slower than predicted.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from scalewise.hardware import DeviceKind, Hardware
-from scalewise.models.op_graph import OpWork, Recompute
+from scalewise.models.base import StageSlice
+from scalewise.models.op_graph import OpWork
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES, MeshConfig
@@ -160,8 +160,7 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
         work: micro_batches * sum(count * part.by_work[work] for part, count in parts)
         for work in OpWork
     }
-    blocks = Counter(run.memory.recompute_per_layer(rank_memory.stages))
-    recompute = micro_batches * _recompute_seconds(graphs.block, blocks)
+    recompute = micro_batches * graphs.recompute_seconds(run.memory, rank_memory.stages)
     reference = (
         micro_batches * run.extra_forward_passes * _reference_seconds(rank_memory, run, rates)
     )
@@ -183,8 +182,14 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     )
     copies = max(0.0, host.copies - overlap_seconds) + host.activations
     if run.hardware.device is DeviceKind.cuda:  # activations are copied while blocks run
-        passes = micro_batches * rank_memory.num_layers
-        forward, both = passes * graphs.block.forward, passes * sum(graphs.block.by_work.values())
+        blocks = graphs.count_blocks(rank_memory.stages)
+        forward, both = (
+            micro_batches * sum(count * seconds for seconds, count in counts)
+            for counts in (
+                [(block.forward, count) for block, count in blocks],
+                [(sum(block.by_work.values()), count) for block, count in blocks],
+            )
+        )
         for busy in (forward, both - forward + recompute):
             copies -= min(busy, host.activations / 2)
     bubble = 0.0
@@ -244,7 +249,7 @@ def _stage_seconds(
 def _rank_parts(graphs: ModelSeconds, rank_memory: RankMemory) -> list[tuple[GraphSeconds, int]]:
     """Return the times of the graphs that a rank runs in a forward pass, with their counts."""
     ends = graphs.ends if rank_memory.has_head else ()
-    return [(graphs.block, rank_memory.num_layers), *((part, 1) for part in ends)]
+    return [*graphs.count_blocks(rank_memory.stages), *((part, 1) for part in ends)]
 
 
 def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRates) -> float:
@@ -263,12 +268,8 @@ def _loader_seconds(run: RunConfig) -> float:
 def recompute_seconds(run: RunConfig, rates: DeviceRates) -> float:
     """Return the recomputation time of all blocks in one micro-batch, in seconds."""
     forward_spec = build_rank_memory(run.parallelism, run).forward_spec
-    block = model_seconds(run.model, forward_spec, rates).block
-    return _recompute_seconds(block, run.memory.count_by_recompute(run.model.layers))
-
-
-def _recompute_seconds(block: GraphSeconds, blocks: Counter[Recompute]) -> float:
-    return sum(count * block.recompute[recompute] for recompute, count in blocks.items())
+    seconds = model_seconds(run.model, forward_spec, rates)
+    return seconds.recompute_seconds(run.memory, (StageSlice(range(run.model.layers)),))
 
 
 def _collective_seconds(

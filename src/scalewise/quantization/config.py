@@ -108,10 +108,35 @@ def weight_census(
 def weight_census_by_kind(
     quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig
 ) -> tuple[WeightGroup, WeightGroup]:
-    """Stored tensors of one block, as all blocks are alike, and those outside of blocks."""
+    """Stored tensors of one block, and those outside of blocks.
+
+    All blocks are alike, except in models with several stacks: then the block is the largest one.
+    """
     weights = weight_census(quantization, adapter, model)
     block = WeightGroup(weight for weight in weights if weight.layer == 0)
+    if blocks := weights_by_block(quantization, adapter, model):
+        block = max(blocks, key=lambda group: sum(weight.numel for weight in group))
     return block, WeightGroup(weight for weight in weights if weight.layer is None)
+
+
+@lru_cache(maxsize=64)
+def weights_by_block(
+    quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig
+) -> tuple[WeightGroup, ...]:
+    """Stored tensors of each block of a model with several stacks; empty for other models.
+
+    They are named and numbered as those of block 0, so that equal blocks are equal.
+    """
+    if model.num_stacks == 1:
+        return ()
+    blocks: list[list[Weight]] = [[] for _ in range(model.layers)]
+    for weight in weight_census(quantization, adapter, model):
+        if weight.layer is not None:
+            name = f"blocks.0.{weight.name.removeprefix(f'blocks.{weight.layer}.')}"
+            blocks[weight.layer].append(replace(weight, name=name, layer=0))
+    groups = [WeightGroup(block) for block in blocks]
+    unique = {group: group for group in reversed(groups)}
+    return tuple(unique[group] for group in groups)
 
 
 class BitsAndBytesConfig(QuantizationConfig):

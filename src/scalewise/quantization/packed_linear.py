@@ -98,7 +98,8 @@ class FourBitLinear(PackedLinear):
         super().__init__(in_features, out_features, bias=bias)
         self.code, self.packs_scales = code, packs_scales
         num_scales = -(-out_features * in_features // BLOCK_ELEMENTS)
-        self.register_frozen("weight", -(-out_features * in_features // 2))
+        # Signed, although the codes are not: T5 casts activations to the type of other weights.
+        self.register_frozen("weight", -(-out_features * in_features // 2), dtype=torch.int8)
         self.register_frozen(
             "scale", *((num_scales,) if packs_scales else (num_scales, FP32_BYTES))
         )
@@ -115,7 +116,7 @@ class FourBitLinear(PackedLinear):
             quant_type=self.code,
             compress_statistics=self.packs_scales,
         )
-        init.copy_into(self.weight, codes.flatten())
+        init.copy_into(self.weight, codes.flatten().view(torch.int8))
         if not self.packs_scales:
             init.copy_into(self.scale, _float_bytes(state.absmax))
             return
@@ -137,7 +138,7 @@ class FourBitLinear(PackedLinear):
             scales = scales.view(torch.float32).flatten()
         options = {"blocksize": BLOCK_ELEMENTS, "quant_type": self.code, "dtype": dtype}
         state = packing.QuantState(scales, self.shape, **options)
-        return packing.dequantize_4bit(self.weight.view(-1, 1), state)
+        return packing.dequantize_4bit(self.weight.view(torch.uint8).view(-1, 1), state)
 
 
 class Int8Linear(PackedLinear):

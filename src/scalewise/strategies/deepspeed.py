@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from scalewise.compat.deepspeed import disable_native_ops
 from scalewise.compat.lightning import init_optimizers, set_node_environment
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
+from scalewise.models.base import Weight
 from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.build import build_parameter_groups
 from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
@@ -155,7 +157,13 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
                 )
             tensor.copy_(layer_tensors[model_name].detach())
 
-        zero_state_dict.load_weights(self.optimizers[0], self._parameter_names(), read)
+        # In the order of ``iter_layers``; a model of several stacks has its embeddings last.
+        layer_index = {weight.name: _layer_position(weight) for weight in self.run.weight_census()}
+        names = sorted(
+            self._parameter_names().items(),
+            key=lambda item: layer_index[item[1].removeprefix("model.")],
+        )
+        zero_state_dict.load_weights(self.optimizers[0], dict(names), read)
 
     def compute_train_loss(
         self, module: nn.Module, batch: Batch, loss: ScaledLoss, *, last: bool
@@ -282,6 +290,13 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         super().teardown()
         if self._swap_folder:
             self._swap_folder.close()
+
+
+def _layer_position(weight: Weight) -> float:
+    """Position of a weight: before all blocks, the index of its block, or after all blocks."""
+    if weight.layer is not None:
+        return weight.layer
+    return -1 if weight.role in ("embedding", "position") else inf
 
 
 @build_strategy.register

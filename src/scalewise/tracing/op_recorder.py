@@ -160,6 +160,7 @@ def drop_gradients(scratch_ratio: float, parameter: Tensor) -> None:
 aten = torch.ops.aten
 ATTENTION = frozenset(op.default for op in ATTENTION_OPS)
 MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+CONVOLUTION = aten.convolution.default
 
 
 class OpRecorder(TorchDispatchMode):
@@ -216,9 +217,11 @@ class OpRecorder(TorchDispatchMode):
         outputs: list[Tensor],
     ) -> None:
         reads = [self._index(tensor) for tensor in inputs]
-        differentiable = sum(self.graph.requires_grad[tensor] for tensor in reads[-2:])
+        # A bias comes before the operands of a matmul, and after those of a convolution.
+        operands = reads[:2] if func is CONVOLUTION else reads[-2:]
+        differentiable = sum(self.graph.requires_grad[tensor] for tensor in operands)
         work, flops, backward_flops, rate_share = OpWork.pointwise, 0.0, 0.0, 1.0
-        if func in MATMULS:
+        if func in MATMULS or func is CONVOLUTION:
             work = OpWork.matmul
             flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
             backward_flops = flops * differentiable

@@ -1,4 +1,4 @@
-"""Peak memory of a training step, traced on fake tensors, and the fit check by such traces.
+"""Peak memory of a training step, traced on fake tensors.
 
 The code of a training step runs in a fake process group. Shallow copies of the model are
 sufficient: the memory of each phase of a step is linear in the number of layers.
@@ -6,8 +6,8 @@ sufficient: the memory of each phase of a step is linear in the number of layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -16,8 +16,6 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
-from scalewise.planner.fit_check import FitReport, compare_with_hardware
-from scalewise.planner.memory_breakdown import MemoryBreakdown, MemoryEntry, StepPhase
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.precision import FloatFormat
@@ -37,24 +35,6 @@ from scalewise.tracing.training_step import (
 
 DEPTHS = (4, 6)
 """Layers of the shallow copies; with fewer, the first and the last blocks coincide."""
-MAX_TRACES = 24
-"""Maximum number of traces of a fit check; each takes seconds."""
-PERSISTENT_CATEGORIES = ("parameters", "optimizer", "average", "workspaces")
-"""Categories of memory that persists between steps."""
-MEMORY_CATEGORIES = (*PERSISTENT_CATEGORIES, "activations", "gradients")
-"""Categories of memory that a trace measures."""
-
-PHASES = {
-    "forward": StepPhase.forward,
-    "head": StepPhase.backward_loss,
-    "block -1": StepPhase.backward_last,
-    "block -2": StepPhase.backward_next,
-    "blocks": StepPhase.backward_next,
-    "block 1": StepPhase.backward_second,
-    "block 0": StepPhase.backward_first,
-    "optimizer": StepPhase.optimizer,
-}
-"""Phases of the memory breakdown by phases of a trace."""
 
 
 @dataclass(frozen=True)
@@ -73,37 +53,6 @@ class StepTrace:
     """Rank with the largest peak."""
     device: DeviceKind = DeviceKind.cpu
     """Device whose operators the trace has run."""
-
-    @property
-    def persistent_bytes(self) -> int:
-        """Memory that is allocated throughout the step, in bytes."""
-        return sum(self.probe_metrics[f"memory/{name}_bytes"] for name in PERSISTENT_CATEGORIES)
-
-    def build_breakdown(self) -> MemoryBreakdown:
-        """Memory breakdown by phase, for a step without pipeline parallelism."""
-        peaks: dict[StepPhase, int] = {}
-        for name, peak in self.phase_peaks.items():
-            peaks[PHASES[name]] = max(peak, peaks.get(PHASES[name], 0))
-        size = {name: self.probe_metrics[f"memory/{name}_bytes"] for name in MEMORY_CATEGORIES}
-        entries = [
-            MemoryEntry("parameters", dict.fromkeys(peaks, size["parameters"]), "", "and buffers"),
-            MemoryEntry(
-                "optimizer state", dict.fromkeys(peaks, size["optimizer"]), "", "between steps"
-            ),
-            MemoryEntry("average", dict.fromkeys(peaks, size["average"]), "", "of the weights"),
-            MemoryEntry("workspaces", dict.fromkeys(peaks, size["workspaces"]), "", "of matmuls"),
-            MemoryEntry(
-                "activations",
-                {StepPhase.backward_loss: size["activations"]},
-                "",
-                "saved for backward",
-            ),
-            MemoryEntry("gradients", {StepPhase.optimizer: size["gradients"]}, "", "all of them"),
-        ]
-        totals = MemoryBreakdown(tuple(entries)).phases
-        other = {phase: peak - totals[phase] for phase, peak in peaks.items()}
-        reason = "activations, gradients and temporary tensors of the phase"
-        return MemoryBreakdown((*entries, MemoryEntry("what else is alive", other, "", reason)))
 
 
 def rejection_reason(run: RunConfig) -> str | None:
@@ -144,7 +93,8 @@ def _trace_rank(
     stages = build_rank_memory(run.parallelism, run, rank).stages
     stage_layers = [len(stage.layers) for stage in stages]
     uniform = len(run.memory.count_by_recompute(run.model.layers)) == 1
-    if full_depth or not uniform or min(stage_layers) <= max(DEPTHS):
+    has_equal_blocks = uniform and run.model.num_stacks == 1
+    if full_depth or not has_equal_blocks or min(stage_layers) <= max(DEPTHS):
         phase_peaks, metrics = _trace_step(run, rank, channel)
         peak = max(phase_peaks.values())
         return StepTrace(peak, phase_peaks, metrics, (sum(stage_layers),), rank, device)
@@ -223,38 +173,3 @@ def _with_depth(run: RunConfig, depth: int | None) -> Iterator[ModelConfig]:
         shallow = tuple(replace(stage, layers=stage.layers[:depth]) for stage in stages)
         with patch.object(type(model), "split_stages", lambda *_: shallow):
             yield model
-
-
-class TraceFitCheck:
-    """Fit check that traces runs, except those that an earlier trace rules out.
-
-    Args:
-        show_status: Function that shows a text while a run is traced.
-    """
-
-    def __init__(
-        self, show_status: Callable[[str], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        self._show_status = show_status
-        self._remaining_traces = MAX_TRACES
-        self._rejected_kinds: list[tuple[object, ...]] = []
-
-    def __call__(self, run: RunConfig) -> FitReport | None:
-        """Fit of ``run`` on its hardware; None: the run is not traced."""
-        kind = (run.parallelism, run.precision, run.optimizer, run.adapter)
-        if (
-            not self._remaining_traces
-            or kind in self._rejected_kinds
-            or rejection_reason(run) is not None
-        ):
-            return None
-        self._remaining_traces -= 1
-        with self._show_status(
-            f"tracing configs that may fit, at most {self._remaining_traces} more"
-        ):
-            trace = trace_run(run, full_depth=True)
-        fit = compare_with_hardware(run, trace.build_breakdown())
-        # Micro-batch size and activation checkpointing do not change persistent memory.
-        if fit.capacity is not None and trace.persistent_bytes > fit.capacity:
-            self._rejected_kinds.append(kind)
-        return fit

@@ -14,7 +14,6 @@ from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import QKNorm
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES
-from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
 from scalewise.validation.expert_rules import expert_issues
@@ -85,19 +84,12 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
     )
     if model.image_size:
         kind, is_supported, data = "reads images", run.objective.reads_images, "captions"
-        if run.precision.parameters is FloatFormat.bf16:
-            option = run.option("precision")
-            reason = f"stores the Q-Former of {model.info.model_type} in bf16, but it requires fp32"
-            yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
     if not is_supported:
         objective = "captioning" if model.image_size else data
         reason, fix = f"{kind} ({model.info.model_type})", f"set objective={objective} data={data}"
         yield ConfigIssue("model.path", model.path, reason, fix)
     models = "vision-language models" if model.image_size else "encoder-decoder models"
     reason = f"is not supported for {models}"
-    if run.parallelism.flattens_parameters:
-        option = run.option("parallelism")
-        yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
     if run.precision.fp8_layers(model):
         option = run.option("precision")
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
@@ -108,7 +100,7 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
     if run.is_compiled:
         option = run.option("compile")
         yield ConfigIssue("compile", option, reason, "set compile=none")
-    if run.quantization.packed_layers(model) or run.quantization.fake_quantized_layers(model):
+    if run.quantization.fake_quantized_layers(model):
         option = run.option("quantization")
         yield ConfigIssue("quantization", option, reason, "set quantization=none")
 

@@ -7,7 +7,6 @@ from functools import singledispatch
 
 from scalewise.adapters.config import NoAdapterConfig
 from scalewise.errors import ConfigIssue
-from scalewise.memory_config import AutoCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import (
     DPO,
@@ -22,7 +21,7 @@ from scalewise.objectives.config import SetByModule
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig
 from scalewise.run_config import RunConfig
-from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY, TrainerConfig
+from scalewise.trainer_config import TrainerConfig
 from scalewise.typed_override import format_override
 
 DEFAULT_OPTIONS = {
@@ -121,16 +120,14 @@ def _classification_issues(objective: Classification, run: RunConfig) -> Iterato
 
 @objective_issues.register(Seq2Seq)
 def _seq2seq_issues(objective: Seq2Seq, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield issues for a model without encoder, for data without encoder inputs, and planning."""
+    """Yield issues for a model without encoder, for data without encoder inputs."""
     yield from _encoder_issues(run)
-    yield from _trace_only_issues(objective, run)
 
 
 @objective_issues.register(Captioning)
 def _captioning_issues(objective: Captioning, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield issues for a model or data without images, for other image sizes, and planning."""
+    """Yield issues for a model or data without images, for other image sizes."""
     yield from _image_issues(run)
-    yield from _trace_only_issues(objective, run)
 
 
 def _encoder_issues(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -163,16 +160,6 @@ def _image_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         reason = f"differs from the image size of the model, {model_size}"
         fix = f"set data.image_size={model_size}"
         yield ConfigIssue("data.image_size", data_size, reason, fix)
-
-
-def _trace_only_issues(objective: Seq2Seq, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield issues for options that require the analytic memory model."""
-    yield from _planning_issues(run, objective.model_kind)
-    reason = f"requires the analytic memory model, which does not cover {objective.model_kind}"
-    if isinstance(run.memory, AutoCheckpointing):
-        yield ConfigIssue("memory", "auto", reason, "set memory=checkpoint_full")
-    if run.trainer.micro_batch == AUTO:
-        yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, f"set {MICRO_BATCH_KEY}=1")
 
 
 @objective_issues.register(UserModule)

@@ -55,6 +55,10 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         ],
         "shapes": [*RANDOM_BLIP2, "objective=captioning"],
         "captioning": [*RANDOM_BLIP2, "data=shapes"],
+        **{
+            f"blip2_{model}": ["objective=captioning", "data=shapes", "data.image_size=224"]
+            for model in ("opt_2_7b", "opt_6_7b", "flan_t5_xxl")
+        },
         "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],

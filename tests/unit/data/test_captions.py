@@ -202,18 +202,6 @@ REJECTED_CAPTION_OPTIONS: list[RejectionCase] = [
         "parallelism=fsdp",
     ),
     (
-        [*BLIP2, *SHAPES, "trainer.micro_batch=auto", "trainer.global_batch=8"],
-        "trainer.micro_batch",
-        "requires the analytic memory model",
-        "trainer.micro_batch=1",
-    ),
-    (
-        [*BLIP2, *SHAPES, "adapter=lora", "quantization=nf4"],
-        "quantization",
-        "is not supported for vision-language models",
-        "quantization=none",
-    ),
-    (
         [*BLIP2, *SHAPES, "quantization=qat_int4", "quantization.group=16"],
         "quantization",
         "is not supported for vision-language models",
@@ -247,28 +235,10 @@ REJECTED_CAPTION_OPTIONS: list[RejectionCase] = [
                 "fsdp",
             ),
             (
-                "parallelism=deepspeed_zero2",
-                "parallelism",
-                "is not supported for vision-language models",
-                "fsdp",
-            ),
-            (
-                "precision=bf16_true",
-                "precision",
-                "stores the Q-Former of blip-2 in bf16",
-                "bf16_mixed",
-            ),
-            (
                 "compile=block",
                 "compile",
                 "is not supported for vision-language models",
                 "compile=none",
-            ),
-            (
-                "memory=auto",
-                "memory",
-                "requires the analytic memory model",
-                "memory=checkpoint_full",
             ),
             (
                 "memory=offload_activations",
@@ -277,18 +247,6 @@ REJECTED_CAPTION_OPTIONS: list[RejectionCase] = [
                 "checkpoint_full",
             ),
             ("objective.loss_chunk=8", "objective.loss_chunk", "vision-language models", "null"),
-            (
-                "plan.search=memory",
-                "plan.search",
-                "requires the analytic memory model",
-                "plan.search=none",
-            ),
-            (
-                "launch.refuse_unfit=true",
-                "launch.refuse_unfit",
-                "requires the analytic memory model",
-                "false",
-            ),
             (
                 "adapter=prompt",
                 "adapter",

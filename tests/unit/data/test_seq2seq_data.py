@@ -144,18 +144,6 @@ REJECTED_SEQ2SEQ_OPTIONS: list[RejectionCase] = [
         "transformers does not have for t5",
         "parallelism=fsdp",
     ),
-    (
-        [*T5, *SYNTHETIC_DATA, "trainer.micro_batch=auto", "trainer.global_batch=8"],
-        "trainer.micro_batch",
-        "requires the analytic memory model",
-        "trainer.micro_batch=1",
-    ),
-    (
-        [*T5, *SYNTHETIC_DATA, "adapter=lora", "quantization=nf4"],
-        "quantization",
-        "is not supported for encoder-decoder models",
-        "quantization=none",
-    ),
     *(
         ([*T5, *SYNTHETIC_DATA, override], key, reason, fix)
         for override, key, reason, fix in (
@@ -172,34 +160,10 @@ REJECTED_SEQ2SEQ_OPTIONS: list[RejectionCase] = [
                 "fsdp",
             ),
             (
-                "parallelism=deepspeed_zero2",
-                "parallelism",
-                "is not supported for encoder-decoder models",
-                "fsdp",
-            ),
-            (
                 "compile=block",
                 "compile",
                 "is not supported for encoder-decoder models",
                 "compile=none",
-            ),
-            (
-                "memory=auto",
-                "memory",
-                "requires the analytic memory model",
-                "memory=checkpoint_full",
-            ),
-            (
-                "plan.search=memory",
-                "plan.search",
-                "requires the analytic memory model",
-                "plan.search=none",
-            ),
-            (
-                "launch.refuse_unfit=true",
-                "launch.refuse_unfit",
-                "requires the analytic memory model",
-                "false",
             ),
             (
                 "adapter=prompt",

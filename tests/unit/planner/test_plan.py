@@ -23,10 +23,10 @@ from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitStatus, check_fit
+from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
 from scalewise.planner.peak_memory import worst_rank_breakdown
 from scalewise.planner.plan import Plan, build_plan, dollars_per_billion_tokens, plan_record
-from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, MIB

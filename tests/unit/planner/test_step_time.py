@@ -13,9 +13,9 @@ from scalewise.models.op_graph import OpWork, build_op_graphs
 from scalewise.parallelism.collective import CollectiveKind
 from scalewise.parallelism.mesh import AXES
 from scalewise.planner.activation_liveness import model_op_graphs
+from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.operator_time import DeviceRates, forward_seconds
 from scalewise.planner.plan import Plan
-from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import (
     StepTime,
     predict_step_time,

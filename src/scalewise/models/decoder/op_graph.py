@@ -10,12 +10,12 @@ from scalewise.models.decoder.kinds import PositionKind, QKNorm
 from scalewise.models.decoder.moe_ops import ExpertOps
 from scalewise.models.decoder.norm_ops import NormOps
 from scalewise.models.linear_ops import FP32
+from scalewise.models.loss_ops import cross_entropy_ops
 from scalewise.models.op_graph import (
     ForwardSpec,
     ModelOpGraphs,
     OpWork,
     build_op_graphs,
-    cross_entropy_ops,
 )
 
 

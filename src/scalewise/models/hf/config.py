@@ -118,9 +118,14 @@ class HuggingFaceConfig(ModelConfig):
         return self.info.key_heads * self.info.head_size
 
     @property
+    def num_stacks(self) -> int:
+        """Number of stacks of blocks."""
+        return len(self.info.stack_starts)
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model has an encoder and a decoder, and reads no images."""
-        return len(self.info.stack_starts) > 1 and not self.image_size
+        return self.num_stacks > 1 and not self.image_size
 
     @property
     def image_size(self) -> int:  # type: ignore[override]  # not a field here

@@ -217,7 +217,7 @@ def _untie_head(model: PreTrainedModel, path: str) -> None:
     """Give the head its own weight if the checkpoint has one that differs from the embedding.
 
     transformers does the same, whatever ``tie_word_embeddings`` is. Without weights the
-    configuration decides.
+    configuration decides; T5 keeps its ``tie_word_embeddings`` as ``scale_decoder_outputs`` only.
     """
     head = cast(Any, model).get_output_embeddings()
     name = next((f"{name}.weight" for name, each in model.named_modules() if each is head), None)
@@ -227,8 +227,10 @@ def _untie_head(model: PreTrainedModel, path: str) -> None:
     folder = hub.model_folder(path, hub.CONFIG_FILES)
     try:
         files = SafetensorsFiles(weight_files(folder, KEY, path, ""), KEY, path)
-    except CheckpointError:
-        return  # reported when the weights are loaded
+    except CheckpointError:  # reported when the weights are loaded
+        if getattr(model.config.get_text_config(), "scale_decoder_outputs", True) is False:
+            head.weight = nn.Parameter(head.weight.detach().clone())
+        return
     tensors = PretrainedTensors(files, model)
     stored = tensors.find_tied_names(tied[name])
     if name in stored and not all(tensors.is_equal(name, other) for other in stored):
