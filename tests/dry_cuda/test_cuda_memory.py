@@ -24,6 +24,7 @@ PIPELINE = (
     "trainer.global_batch=8",
 )
 
+EXPERTS = ("model.experts=8", "model.expert_dim=512")
 CONFIGS: dict[str, tuple[str, ...]] = {
     "single": (),
     "bf16_true": ("precision=bf16_true",),
@@ -86,6 +87,9 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "ulysses": ("parallelism=context", "parallelism.context=2"),
     "gather": ("parallelism=context", "parallelism.context=2", "parallelism.attention=gather"),
     "pipeline": PIPELINE,
+    "experts": EXPERTS,
+    "fsdp_experts": (*FSDP, *EXPERTS),
+    "expert_parallel": (*FSDP, *EXPERTS, "parallelism.expert=2", "memory=checkpoint_selective"),
 }
 
 

@@ -40,6 +40,7 @@ ALLOWED = {
     "strategies/activation_offload.py _save": "the CPU, which offloads to disk",
     "strategies/deepspeed.py lightning_module_state_dict": "checkpoints",
     "strategies/deepspeed.py save_checkpoint": "checkpoints",
+    "strategies/expert_parallel.py _row_counts": "parallelism.expert: rows of each rank",
     "strategies/pinned_memory.py _unpin": "when a model is deleted",
     "strategies/zero_state_dict.py _allocate_state": "when a run resumes",
     "training/callbacks/expert_metrics.py take_rows": "steps that log",

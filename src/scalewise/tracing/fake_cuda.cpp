@@ -101,9 +101,13 @@ int64_t choose_and_count(
   return backend;
 }
 
-// A kernel that only CUDA has: the CPU build would decompose the operator before the trace sees it.
+// Kernels of CUDA: without them, the dispatcher would decompose the operators before the trace.
 std::tuple<at::Tensor, at::Tensor> fused_rms_norm(
     const at::Tensor&, at::IntArrayRef, const std::optional<at::Tensor>&, std::optional<double>) {
+  TORCH_CHECK(false, "the fake CUDA device computes nothing");
+}
+
+at::Tensor silu_backward(const at::Tensor&, const at::Tensor&) {
   TORCH_CHECK(false, "the fake CUDA device computes nothing");
 }
 
@@ -113,6 +117,7 @@ FakeGuard guard;
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_fused_rms_norm", &fused_rms_norm);
+  library.impl("silu_backward", &silu_backward);
 }
 
 namespace at {
