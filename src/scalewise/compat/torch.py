@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "norm_of_each",
     "registered_buffers",
     "registered_parameters",
+    "replaced_functions",
     "start_allocation_profiler",
     "stop_allocation_profiler",
     "storage_id",
@@ -148,6 +150,18 @@ class ModuleWithApplyHook(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         self.after_apply()
         return self
+
+
+@contextmanager
+def replaced_functions(functions: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
+    """Context in which functions of ``torch.nn.functional`` are others, also in recomputation.
+
+    Autograd leaves modes of torch functions in backward.
+    """
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(private.replaced(f"torch.nn.functional:{name}", function))
+        yield
 
 
 def has_no_values(tensor: Tensor) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from scalewise.compat.torch import replaced_functions
 
 _dropout, _attention = F.dropout, F.scaled_dot_product_attention
 
@@ -22,10 +23,8 @@ def cuda_kernels() -> Iterator[None]:
     the dtype of its input, and attention with dropout has no fused kernel. Functions are replaced
     because autograd leaves modes of torch functions, which recomputation in backward requires.
     """
-    with (
-        patch.object(F, "dropout", _fused_dropout),
-        patch.object(F, "scaled_dot_product_attention", _fused_attention),
-    ):
+    functions = {"dropout": _fused_dropout, "scaled_dot_product_attention": _fused_attention}
+    with replaced_functions(functions):
         yield
 
 

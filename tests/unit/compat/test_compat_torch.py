@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from inspect import getsource, signature
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Replicate
@@ -38,13 +36,6 @@ class RecordOps(compat_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_failed_rank_is_reported_before_torch_elastic_waits_for_the_others() -> None:
@@ -292,43 +283,6 @@ def test_async_collective_tensor_is_the_result_of_a_functional_collective(one_ra
     assert type(result.wait()) is Tensor
 
 
-def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> None:
-    module = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (1,)))
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(False)
-    module(torch.ones(1, 4)).sum().backward()
-    (parameter,) = torch_distributed.fsdp_parameters(module)
-    gathered, shard = torch_distributed.parameter_pair(parameter)
-    assert (type(gathered), gathered.shape) == (nn.Parameter, (4, 4))
-    assert shard is next(module.parameters())
-    (full_tensor,) = parameter.all_gather_outputs
-    assert full_tensor.numel() == 16
-    (gradient,) = torch_distributed.unsharded_gradients(parameter)
-    assert gradient.tolist() == torch.ones(4, 4).tolist()
-    module.set_requires_gradient_sync(True)
-    module(torch.ones(1, 4)).sum().backward()
-    assert torch_distributed.unsharded_gradients(parameter) == []
-
-
-def test_fsdp_placement_shards_a_parameter_over_another_mesh(one_rank: None) -> None:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shards"))
-    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    placement = torch_distributed.fsdp_placement(mesh)
-    fully_shard(
-        module,
-        mesh=init_device_mesh("cpu", (1,)),
-        shard_placement_fn=lambda parameter: placement if parameter is module[1].weight else None,
-    )
-    meshes = [parameter.device_mesh.ndim for parameter in module.parameters()]  # type: ignore[attr-defined]
-    assert meshes == [1, 2]
-    assert len(torch_distributed.fsdp_parameters(module)) == 2  # type: ignore[arg-type]
-
-
-def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:
-    module = fully_shard(nn.Sequential(), mesh=init_device_mesh("cpu", (1,)))
-    assert torch_distributed.fsdp_parameters(module) == []  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [
@@ -403,3 +357,13 @@ def test_registered_tensors_can_be_replaced() -> None:
     parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
     assert not layer.weight.any()
     assert dict(layer.named_parameters())["weight"] is parameters["weight"]
+
+
+def test_replaced_functions_are_those_of_the_context() -> None:
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    original = F.relu
+    with compat_torch.replaced_functions({"relu": double}):
+        assert F.relu(torch.ones(1)).item() == 2
+    assert F.relu is original

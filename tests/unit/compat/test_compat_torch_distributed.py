@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
@@ -135,3 +136,40 @@ def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> No
 def test_stage_methods_have_the_expected_parameters() -> None:
     assert [*signature(PipelineStage._send_meta).parameters] == ["self", "meta", "dst_stage"]
     assert [*signature(PipelineStage._recv_meta).parameters] == ["self", "src_stage"]
+
+
+def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> None:
+    module = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (1,)))
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    module(torch.ones(1, 4)).sum().backward()
+    (parameter,) = torch_distributed.fsdp_parameters(module)
+    gathered, shard = torch_distributed.parameter_pair(parameter)
+    assert (type(gathered), gathered.shape) == (nn.Parameter, (4, 4))
+    assert shard is next(module.parameters())
+    (full_tensor,) = parameter.all_gather_outputs
+    assert full_tensor.numel() == 16
+    (gradient,) = torch_distributed.unsharded_gradients(parameter)
+    assert gradient.tolist() == torch.ones(4, 4).tolist()
+    module.set_requires_gradient_sync(True)
+    module(torch.ones(1, 4)).sum().backward()
+    assert torch_distributed.unsharded_gradients(parameter) == []
+
+
+def test_fsdp_placement_shards_a_parameter_over_another_mesh(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shards"))
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    placement = torch_distributed.fsdp_placement(mesh)
+    fully_shard(
+        module,
+        mesh=init_device_mesh("cpu", (1,)),
+        shard_placement_fn=lambda parameter: placement if parameter is module[1].weight else None,
+    )
+    meshes = [parameter.device_mesh.ndim for parameter in module.parameters()]  # type: ignore[attr-defined]
+    assert meshes == [1, 2]
+    assert len(torch_distributed.fsdp_parameters(module)) == 2  # type: ignore[arg-type]
+
+
+def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:
+    module = fully_shard(nn.Sequential(), mesh=init_device_mesh("cpu", (1,)))
+    assert torch_distributed.fsdp_parameters(module) == []  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ class OneRankMesh:
     """Mesh of one CPU rank."""
 
     root_device = torch.device("cpu")
+    expert_mesh = None
 
     def __init__(self, spec: MeshConfig) -> None:
         self.spec = spec
