@@ -36,6 +36,12 @@ TRACED = Compile(CompileScope.block, CompileBackend.aot_eager)
 BATCH_SIZE, TOKENS, VOCABULARY, WIDTH = 2, 24, 320, 16
 
 
+@pytest.fixture(autouse=True)
+def compile_again() -> None:
+    """Clear compiled functions: torch runs one eagerly after eight recompilations."""
+    torch.compiler.reset()
+
+
 def sample_labels() -> Tensor:
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(VOCABULARY, (BATCH_SIZE, TOKENS), generator=generator)

@@ -79,7 +79,7 @@ GRAMMAR: list[RejectionCase] = [
     (["name=a b=c"], "", "cannot parse", "quote values with spaces"),
     (["--cfg"], "", "is a flag of the command line", "remove it"),
     (["seed=\udc80"], "", "is not valid UTF-8", "retype"),
-    (["model=null"], "model", "requires one option", "available: decoder_10m"),
+    (["model=null"], "model", "requires one option", "available: blip2_flan_t5_xxl"),
     (["optimizer=[adamw,sgd]"], "optimizer", "requires one option", "available: adafactor"),
     (["experiment=null"], "experiment", "requires one option", "~experiment"),
     (["+experiment=smoke"], "experiment", "is already chosen", "remove the +"),
