@@ -37,7 +37,7 @@ BATCH_SIZE, TOKENS, VOCABULARY, WIDTH = 2, 24, 320, 16
 
 
 @pytest.fixture(autouse=True)
-def compile_again() -> None:
+def clear_compiled_functions() -> None:
     """Clear compiled functions: torch runs one eagerly after eight recompilations."""
     torch.compiler.reset()
 

@@ -79,7 +79,8 @@ class PipelineSchedule(StrEnum):
 @register_option("parallelism", "mesh")
 @dataclass(frozen=True)
 class MeshConfig(ParallelismConfig):
-    """N-dimensional parallelism: any product of five mesh axes. One size may be ``auto``."""
+    """N-dimensional parallelism: any product of five mesh axes, with experts on ranks
+    of two of them. One size may be ``auto``."""
 
     implementation = "scalewise.strategies.nd_parallel"
 

@@ -255,10 +255,9 @@ def _pipeline_collectives(
     tied = partition.run.model.tied_weights
     has_ends = (partition.has_embedding, partition.has_head)
     if tied and any(has_ends) and not all(has_ends):
-        shards = mesh.sizes["shards"] * mesh.sizes["context"]
         for weight in partition.weights_by_kind()[1]:
             if weight.name in tied and weight.trainable:
-                shard_rows = ceil(weight.shape[0] / shards)
+                shard_rows = ceil(weight.shape[0] / mesh.parameter_shards)
                 size = (
                     shard_rows * prod(weight.shape[1:]) * partition.run.precision.parameters.bytes
                 )

@@ -117,7 +117,10 @@ class RankPartition(RankStages):
         return block, groups.all
 
     def weights_by_block(self) -> tuple[tuple[Weight, ...], ...]:
-        """Return the weights of each block if blocks differ, which then are not split."""
+        """Return the weights of each block of a model with several stacks; empty for other models.
+
+        These models support neither tensor nor expert parallelism.
+        """
         run = self.run
         return weights_by_block(run.quantization, run.adapter, run.model)
 

@@ -64,7 +64,7 @@ def _mesh_refinements(
     changes: list[dict[str, Any]] = []
     if layout.sizes["pipeline"] > 1:
         changes += [_schedule_change(layout, schedule) for schedule in PipelineSchedule]
-    if layout.sizes["shards"] * layout.sizes["context"] > 1:
+    if layout.parameter_shards > 1:
         changes += [{"shard": state} for state in ShardedState]
         changes += [{"cpu_offload": not layout.cpu_offload}]
     if isinstance(model, DecoderConfig) and model.experts:

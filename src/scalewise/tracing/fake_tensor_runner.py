@@ -235,7 +235,7 @@ class FakeTensorRunner:
             head = measure_part(
                 after, outputs, module, fresh_gradients=backward_mode.fresh_gradients
             )
-            after.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            after.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above
             if backward_mode.fresh_gradients:
                 module.zero_grad()
             return between.build_parts(

@@ -170,7 +170,7 @@ class StackRunner(FakeTensorRunner):
         self._measured: dict[BackwardMode, dict[str, Sizes]] = {}
 
     def measured_part(self, recorded: dict[str, OpGraph], name: str) -> RecordedPart:
-        """Return the part of a name, measured when its memory is asked for."""
+        """Return a named part; the first read of its sizes runs the model."""
         return measured_part(recorded[name], lambda mode: self.measure_parts(mode, name)[name])
 
     def measure_parts(self, backward_mode: BackwardMode, name: str) -> dict[str, Sizes]:

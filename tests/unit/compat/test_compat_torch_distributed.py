@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -165,11 +165,13 @@ def test_fsdp_placement_shards_a_parameter_over_another_mesh(one_rank: None) -> 
         mesh=init_device_mesh("cpu", (1,)),
         shard_placement_fn=lambda parameter: placement if parameter is module[1].weight else None,
     )
-    meshes = [parameter.device_mesh.ndim for parameter in module.parameters()]  # type: ignore[attr-defined]
-    assert meshes == [1, 2]
-    assert len(torch_distributed.fsdp_parameters(module)) == 2  # type: ignore[arg-type]
+    assert isinstance(module, FSDPModule)
+    dtensors = [cast(DTensor, parameter) for parameter in module.parameters()]
+    assert [parameter.device_mesh.ndim for parameter in dtensors] == [1, 2]
+    assert len(torch_distributed.fsdp_parameters(module)) == 2
 
 
 def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:
     module = fully_shard(nn.Sequential(), mesh=init_device_mesh("cpu", (1,)))
-    assert torch_distributed.fsdp_parameters(module) == []  # type: ignore[arg-type]
+    assert isinstance(module, FSDPModule)
+    assert torch_distributed.fsdp_parameters(module) == []
