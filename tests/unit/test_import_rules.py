@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import grimp
@@ -90,3 +91,9 @@ def test_every_option_module_is_in_the_contract_of_configs() -> None:
         if not any(module == source or module.startswith(f"{source}.") for source in sources)
     }
     assert modules_without_contract == set()
+
+
+def test_test_files_have_different_names() -> None:
+    """pytest imports test files of folders without ``__init__.py`` by their names alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
