@@ -16,6 +16,7 @@ from scalewise.data.build_cache import cache_folder
 from scalewise.run_config import RunConfig
 
 pytest_plugins = [
+    "fixtures.hf_architectures",
     "fixtures.hf_checkpoints",
     "fixtures.rejections",
     "fixtures.run_folders",

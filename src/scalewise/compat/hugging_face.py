@@ -10,6 +10,7 @@ from scalewise.compat import PrivateNames
 
 __all__ = [
     "PEFT_LOGGERS",
+    "apply_expert_gate",
     "block_class_names",
     "causal_mask_check",
     "compile_template",
@@ -41,6 +42,12 @@ def compile_template(template: str) -> Any:
 def has_model_class(auto_class: type, config: object) -> bool:
     """Whether an auto class has a model for a config; the public methods build the model."""
     return type(config) in auto_class._model_mapping  # type: ignore[attr-defined]  # of auto classes
+
+
+@private.reads("_apply_gate")
+def apply_expert_gate(experts: Any, hidden: Any) -> Any:
+    """Apply the gated activation of experts; no public method has the clamps of some models."""
+    return experts._apply_gate(hidden)
 
 
 @private.reads("_no_split_modules")

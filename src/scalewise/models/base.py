@@ -195,6 +195,11 @@ class ModelConfig(ABC):
         return 1
 
     @property
+    def has_equal_blocks(self) -> bool:
+        """Whether all blocks have weights of the same names and shapes."""
+        return self.num_stacks == 1
+
+    @property
     def output_size(self) -> int:
         """Number of logits per token."""
         return self.classes or self.vocabulary
@@ -286,7 +291,7 @@ class ModelConfig(ABC):
     def end_modules(self) -> tuple[str, ...]:
         """Names of the token embedding and of the head, which FSDP shards by themselves.
 
-        Empty if they share a weight, or if the model has several stacks of blocks.
+        Empty if they share a weight, or if the model has blocks of several kinds.
         """
         return ()
 

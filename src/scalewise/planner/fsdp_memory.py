@@ -256,7 +256,7 @@ class FSDPStateMemory(RankStep):
         if self.accumulates_unsharded:
             phases = dict.fromkeys(FORWARD_BACKWARD, blocks[-1] * element_bytes + rest)
         formula = f"{blocks[-1] * element_bytes:,} B of blocks + {rest:,} B"
-        if self.run.model.num_stacks == 1:
+        if self.run.model.has_equal_blocks:
             layers = self.rank_memory.num_layers
             formula = f"{layers} blocks x {blocks[1] * element_bytes:,} B + {rest:,} B"
         return MemoryEntry("gradients of earlier micro batches", phases, formula, reason)

@@ -124,7 +124,7 @@ class ModelSeconds:
     blocks: tuple[GraphSeconds, ...]
     """Each kind of block."""
     layer_kinds: tuple[int, ...]
-    """Kind of each block of a model with several stacks; empty: all blocks are of one kind."""
+    """Kind of each block of a model with unequal blocks; empty: all blocks are of one kind."""
     ends: tuple[GraphSeconds, ...]
     """Head and loss."""
 

@@ -117,7 +117,7 @@ class RankPartition(RankStages):
         return block, groups.all
 
     def weights_by_block(self) -> tuple[tuple[Weight, ...], ...]:
-        """Return the weights of each block of a model with several stacks; empty for other models.
+        """Return the weights of each block of a model with unequal blocks; empty for other models.
 
         These models support neither tensor nor expert parallelism.
         """

@@ -121,12 +121,12 @@ class RankStep:
             and fsdp.reduced_element_bytes == rank_memory.forward_spec.gradient_element_bytes
         )
         fresh_gradients = not adds_in_place if fsdp is not None else not self.gradients_persist
-        # Blocks of several stacks are measured together, with a gradient that waits for the other.
+        # Blocks of several kinds are measured together, with a gradient that waits for the other.
         self.has_tied_weights = (
             rank_memory.has_embedding
             and rank_memory.has_head
             and bool(run.model.tied_weights)
-            and run.model.num_stacks == 1
+            and run.model.has_equal_blocks
         )
         self.saves_on_host = memory_of_saved_tensors(run) is SavedOn.host
         self.op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
@@ -139,7 +139,7 @@ class RankStep:
             block.gradient_bytes
             for block in (
                 self.liveness_by_block
-                if run.model.num_stacks > 1
+                if not run.model.has_equal_blocks
                 # With the optimizer step in backward, gradients do not persist after a block.
                 else (
                     block_liveness(
@@ -175,12 +175,12 @@ class RankStep:
         )
 
     def _find_middle_block(self) -> int | None:
-        """Return the block of several stacks whose backward needs most; None if blocks are equal.
+        """Return the block whose backward needs most; None if blocks are equal.
 
         The first block of the model, the second one and the last one are not compared.
         """
         layers = range(2, self.rank_memory.num_layers - 1)
-        if self.run.model.num_stacks == 1 or not layers:
+        if self.run.model.has_equal_blocks or not layers:
             return None
         return max(
             layers,

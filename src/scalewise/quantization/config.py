@@ -110,7 +110,7 @@ def weight_census_by_kind(
 ) -> tuple[WeightGroup, WeightGroup]:
     """Stored tensors of one block, and those outside of blocks.
 
-    All blocks are alike, except in models with several stacks: then the block is the largest one.
+    All blocks are alike, except in models with unequal ones: then the block is the largest one.
     """
     weights = weight_census(quantization, adapter, model)
     block = WeightGroup(weight for weight in weights if weight.layer == 0)
@@ -123,11 +123,11 @@ def weight_census_by_kind(
 def weights_by_block(
     quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig
 ) -> tuple[WeightGroup, ...]:
-    """Stored tensors of each block of a model with several stacks; empty for other models.
+    """Stored tensors of each block of a model with unequal blocks; empty for other models.
 
     They are named and numbered as those of block 0, so that equal blocks are equal.
     """
-    if model.num_stacks == 1:
+    if model.has_equal_blocks:
         return ()
     blocks: list[list[Weight]] = [[] for _ in range(model.layers)]
     for weight in weight_census(quantization, adapter, model):

@@ -50,6 +50,7 @@ from scalewise.tracing.op_recorder import (
     TensorKind,
     count_backward,
     drop_gradients,
+    first_tensor,
     measure_part,
 )
 from scalewise.tracing.tensor_parallel_shard import shard_for_rank
@@ -188,7 +189,7 @@ class FakeTensorRunner:
         with self.fake_tensors(), LiveBytes() as live:
             x = leaf.clone()
             with self._forward_context():
-                outputs = [block(x, *outer.arguments, **outer.keywords)]
+                outputs = [first_tensor(block(x, *outer.arguments, **outer.keywords))]
             del x
             return measure_part(
                 live, outputs, module, fresh_gradients=backward_mode.fresh_gradients
@@ -224,7 +225,7 @@ class FakeTensorRunner:
         in_forward = self.forward_spec.loss_in_forward
         module = self._build_module(backward_mode, in_forward=in_forward)
         before, after = LiveBytes(), LiveBytes()
-        between = CountingBlock(before, after)
+        between = CountingBlock(before, after, returns_tuple=self.spec.info.returns_tuples)
         module.set_layers([between])
         with self.fake_tensors():
             tokens, labels, positions = self._empty_batch()
@@ -264,7 +265,9 @@ class FakeTensorRunner:
                 block.register_forward_pre_hook(
                     lambda _, args: recorder.begin_part("block", args[:1])
                 )
-                block.register_forward_hook(lambda _, __, out: recorder.begin_part("head", (out,)))
+                block.register_forward_hook(
+                    lambda _, __, out: recorder.begin_part("head", (first_tensor(out),))
+                )
                 out = module(tokens, labels if self.uses_chunked_loss else None, positions)
                 recorder.begin_part("loss", (out,))
                 if not self.uses_chunked_loss:

@@ -11,7 +11,7 @@ from scalewise.tracing.stack_op_graphs import stack_op_graphs
 @build_op_graphs.register(HuggingFaceConfig)
 def _hf_op_graphs(spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
     """Operator graphs of a model; each part runs when its ``measure`` is called."""
-    if spec.num_stacks > 1:
+    if not spec.has_equal_blocks:
         return stack_op_graphs(spec, forward_spec)
     runner = FakeTensorRunner(spec, forward_spec)
     outer, (block, head, loss) = runner.run_non_block_parts(FRESH), runner.record_operators()

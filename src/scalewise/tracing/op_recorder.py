@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from scalewise.compat.torch import ATTENTION_OPS, TorchDispatchMode, tree_leaves
+from scalewise.compat.torch import (
+    ATTENTION_OPS,
+    GROUPED_MATMUL_OP,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from scalewise.measure.memory import LiveBytes, storage_bytes, storage_key, storage_keys
 from scalewise.models.attention_kernels import causal_rate_share
+from scalewise.models.grouped_mm import grouped_mm  # noqa: F401 (registers its operator)
 from scalewise.models.linear_ops import LinearOps
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 
@@ -61,18 +67,18 @@ class NonBlockParts:
 class CountingBlock(nn.Module):
     """Block that computes nothing, and ends the measurement of the operators before it."""
 
-    def __init__(self, before: LiveBytes, after: LiveBytes) -> None:
+    def __init__(self, before: LiveBytes, after: LiveBytes, *, returns_tuple: bool) -> None:
         super().__init__()
-        self._counters = (before, after)
+        self._counters, self._returns_tuple = (before, after), returns_tuple
 
-    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
         """Return a new tensor of the same kind, detached from ``x``."""
         before, after = self._counters
         self.x, self.arguments, self.keywords = x, arguments, keywords
         before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         leaf = TensorKind.from_tensor(x).empty_leaf(requires_grad=True)
         after.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        return leaf.clone()
+        return (leaf.clone(), leaf) if self._returns_tuple else leaf.clone()
 
     def build_parts(
         self,
@@ -101,6 +107,12 @@ class CountingBlock(nn.Module):
             before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             embedding = (0, 0, backward_peak, gradient_bytes(module) * fresh_gradients)
         return NonBlockParts(embedding, head, x, logits, self.arguments, self.keywords, shared)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Residual stream that a block returns, alone or as the first element of a sequence."""
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    return first
 
 
 class AllocateGradient(torch.autograd.Function):
@@ -160,6 +172,7 @@ def drop_gradients(scratch_ratio: float, parameter: Tensor) -> None:
 aten = torch.ops.aten
 ATTENTION = frozenset(op.default for op in ATTENTION_OPS)
 MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+GROUPED = frozenset((torch.ops.scalewise.grouped_mm.default, GROUPED_MATMUL_OP.default))
 CONVOLUTION = aten.convolution.default
 
 
@@ -225,6 +238,9 @@ class OpRecorder(TorchDispatchMode):
             work = OpWork.matmul
             flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
             backward_flops = flops * differentiable
+        elif func in GROUPED:  # the matrix of one expert for each row
+            work, flops = OpWork.matmul, 2.0 * args[0].numel() * outputs[0].shape[-1]
+            backward_flops = flops * sum(self.graph.requires_grad[tensor] for tensor in reads[:2])
         elif func in ATTENTION:  # a causal kernel skips half of the scores
             work = OpWork.attention
             flops = 2.0 * args[0].numel() * args[1].shape[-2]
@@ -236,7 +252,7 @@ class OpRecorder(TorchDispatchMode):
             reads,
             outputs[0].nbytes,
             extra_output_bytes=[tensor.nbytes for tensor in outputs[1:]],
-            saved_by_selective=func in MATMULS or func in ATTENTION,
+            saved_by_selective=func in MATMULS | GROUPED | ATTENTION,
             flops=flops,
             backward_flops=backward_flops,
             rate_share=rate_share,

@@ -1,4 +1,4 @@
-"""Operator graphs of models with several stacks of blocks, measured by one run with fake tensors.
+"""Operator graphs of models with unequal blocks, measured by one run with fake tensors.
 
 The run has a few blocks of each stack: the first, the last, and one of each kind between them. All
 blocks of a stack take part in the same run, since they share tensors: the image features that the
@@ -30,13 +30,13 @@ from scalewise.models.op_graph import (
 )
 from scalewise.objectives.losses import sum_over_tokens
 from scalewise.tracing.fake_tensor_runner import FRESH, FakeTensorRunner, measured_part
-from scalewise.tracing.op_recorder import OpRecorder, Sizes, gradient_bytes
+from scalewise.tracing.op_recorder import OpRecorder, Sizes, first_tensor, gradient_bytes
 
 EMBEDDING, HEAD, LOSS = "embedding", "head", "loss"
 
 
 def stack_op_graphs(spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
-    """Return the operator graphs of a model with several stacks."""
+    """Return the operator graphs of a model with several stacks, or several kinds of blocks."""
     shallow, layers = representative_layers(spec)
     runner = StackRunner(shallow, forward_spec)
     recorded = runner.record_parts()
@@ -46,7 +46,7 @@ def stack_op_graphs(spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> Model
         first_block=blocks[0],
         block=blocks[1],
         head=runner.measured_part(recorded, HEAD),
-        loss=runner.measured_part(recorded, LOSS),
+        loss=None if runner.uses_chunked_loss else runner.measured_part(recorded, LOSS),
         shared_bytes=0,
         blocks=tuple(blocks[layer] for layer in layers),
     )
@@ -140,7 +140,7 @@ class PartMeter:
         """Return the sizes of each part, after the backward pass."""
         # The callers of blocks hold tensors until they return, which no backward may read.
         saved_before = dict(self.saved_before)
-        saved_before[HEAD] = min(saved_before[HEAD], saved_before[LOSS])
+        saved_before[HEAD] = min(saved_before[HEAD], saved_before[self.names[-1]])
         saved_after = dict(zip(self.names, [*saved_before.values()][1:], strict=False))
         following = dict(pairwise([*self.gradients_before]))
         gradients_after = {
@@ -163,7 +163,7 @@ class PartMeter:
 
 
 class StackRunner(FakeTensorRunner):
-    """Runs a shallow copy of a model with several stacks on fake tensors."""
+    """Runs a shallow copy of a model with unequal blocks on fake tensors."""
 
     def __init__(self, spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> None:
         super().__init__(spec, forward_spec, StageSlice(range(spec.layers)))
@@ -186,34 +186,45 @@ class StackRunner(FakeTensorRunner):
                 return sizes
         return self._measured.setdefault(backward_mode, self._measure_parts(backward_mode))
 
-    def empty_inputs(self) -> tuple[Tensor, Tensor]:
-        """Return pixels, or source tokens, and labels."""
+    def empty_inputs(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return pixels or tokens, labels, and the positions of packed texts.
+
+        A model with one stack reads labels only if it computes the loss itself.
+        """
+        if self.spec.num_stacks == 1:
+            tokens, labels, positions = self._empty_batch()
+            return tokens, labels if self.uses_chunked_loss else None, positions
         sequences, tokens = self.forward_spec.sequences, self.forward_spec.tokens_per_sequence
         if side := self.spec.image_size:
             pixels = torch.zeros((sequences, 3, side, side), dtype=torch.uint8)
-            return pixels, torch.zeros((sequences, tokens), dtype=torch.long)
-        target = self.forward_spec.target_tokens
-        source, labels = (
-            torch.zeros((sequences, count), dtype=torch.long) for count in (tokens - target, target)
-        )
-        return source, labels
+            return pixels, self.empty_labels(), None
+        source = tokens - self.forward_spec.target_tokens
+        return torch.zeros((sequences, source), dtype=torch.long), self.empty_labels(), None
+
+    def empty_labels(self) -> Tensor:
+        """Return the labels of all sequences."""
+        tokens = self.forward_spec.target_tokens or self.forward_spec.tokens_per_sequence
+        return torch.zeros((self.forward_spec.sequences, tokens), dtype=torch.long)
 
     def _measure_parts(self, backward_mode: BackwardMode) -> dict[str, Sizes]:
         """Run the model forward and backward, and return the sizes of its parts by name."""
-        module = self._build_module(backward_mode)
+        in_forward = self.forward_spec.loss_in_forward
+        module = self._build_module(backward_mode, in_forward=in_forward)
         with self.fake_tensors():
-            inputs, labels = self.empty_inputs()
+            inputs, labels = self.empty_inputs(), self.empty_labels()
         with self.fake_tensors(), LiveBytes() as live:
             meter = PartMeter(live, module, backward_mode.fresh_gradients)
             self._begin_parts(module, meter.begin_forward, meter.begin_backward)
             with self._forward_context():
-                logits = module(inputs, labels)
-            meter.begin_forward(LOSS, logits)
-            _begin_with_gradient(logits, partial(meter.begin_backward, HEAD))
-            loss = sum_over_tokens(self.objective, logits, labels)
-            del logits
-            meter.forward_peaks[LOSS] = live.take_peak()
-            meter.begin_backward(LOSS)
+                loss = module(*inputs)
+            if not self.uses_chunked_loss:
+                logits = loss
+                meter.begin_forward(LOSS, logits)
+                _begin_with_gradient(logits, partial(meter.begin_backward, HEAD))
+                loss = sum_over_tokens(self.objective, logits, labels)
+                del logits
+            meter.forward_peaks[meter.names[-1]] = live.take_peak()
+            meter.begin_backward(meter.names[-1])
             cast(Any, loss).backward()
             del loss
             meter.end_backward()
@@ -242,11 +253,12 @@ class StackRunner(FakeTensorRunner):
         recorder.begin_part(EMBEDDING, ())
         self._begin_parts(module, lambda name, x: recorder.begin_part(name, (x,)))
         with self.fake_tensors():
-            inputs, labels = self.empty_inputs()
+            inputs, labels = self.empty_inputs(), self.empty_labels()
             with self._forward_context(), recorder:
-                logits = module(inputs, labels)
+                logits = module(*inputs)
                 recorder.begin_part(LOSS, (logits,))
-                sum_over_tokens(self.objective, logits, labels)
+                if not self.uses_chunked_loss:
+                    sum_over_tokens(self.objective, logits, labels)
         return recorder.graphs
 
 
@@ -272,7 +284,7 @@ def _end_block(
     args: object,
     output: Tensor | tuple[Tensor, ...],
 ) -> None:
-    x = output if isinstance(output, Tensor) else output[0]
+    x = first_tensor(output)
     if begin_head is not None:
         begin_head(HEAD, x)
     if begin_backward is not None:

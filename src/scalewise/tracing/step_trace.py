@@ -93,7 +93,7 @@ def _trace_rank(
     stages = build_rank_memory(run.parallelism, run, rank).stages
     stage_layers = [len(stage.layers) for stage in stages]
     uniform = len(run.memory.count_by_recompute(run.model.layers)) == 1
-    has_equal_blocks = uniform and run.model.num_stacks == 1
+    has_equal_blocks = uniform and run.model.has_equal_blocks
     if full_depth or not has_equal_blocks or min(stage_layers) <= max(DEPTHS):
         phase_peaks, metrics = _trace_step(run, rank, channel)
         peak = max(phase_peaks.values())

@@ -21,14 +21,20 @@ def expert_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]
         reason = "is not supported with model.experts"
         fix = "set parallelism=fsdp parallelism.tensor=1"
         yield ConfigIssue("parallelism.tensor", ranks, reason, fix)
+    yield from quantized_expert_issues("model.experts", run)
+    yield from _router_issues(model, run)
+
+
+def quantized_expert_issues(experts: str, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield formats of 8 bits or fewer, which leave ``experts`` out."""
     if isinstance(run.precision, Float8):
-        reason = "does not quantize the matmuls of model.experts"
+        reason = f"does not quantize the matmuls of {experts}"
         yield ConfigIssue("precision", run.option("precision"), reason, "set precision=bf16_mixed")
-    if run.quantization.packed_layers(model) or run.quantization.fake_quantized_layers(model):
-        reason = "does not quantize the matrices of model.experts, which are most of the weights"
+    model, quantization = run.model, run.quantization
+    if quantization.packed_layers(model) or quantization.fake_quantized_layers(model):
+        reason = f"does not quantize the matrices of {experts}, which are most of the weights"
         fix = "set quantization=none"
         yield ConfigIssue("quantization", run.option("quantization"), reason, fix)
-    yield from _router_issues(model, run)
 
 
 def expert_parallel_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:

@@ -16,7 +16,7 @@ from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
-from scalewise.validation.expert_rules import expert_issues
+from scalewise.validation.expert_rules import expert_issues, quantized_expert_issues
 
 UNSUPPORTED = "is not supported for Hugging Face models"
 
@@ -33,6 +33,10 @@ def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue
     sizes = getattr(run.parallelism, "sizes", {})
     if len(model.info.stack_starts) > 1:
         yield from _stack_issues(model, run)
+    if not model.has_equal_blocks:
+        yield from _unequal_block_issues(model, run)
+    if model.has_experts:
+        yield from quantized_expert_issues(f"the experts of {model.info.model_type}", run)
     reasons = dict.fromkeys(("context", "pipeline"), UNSUPPORTED)
     reasons["tensor"] = _tensor_parallel_obstacle(model)
     for axis, reason in reasons.items():
@@ -43,11 +47,7 @@ def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue
         yield from _tensor_parallel_issues(run)
     biases = {f"blocks.0.{name}.bias" for name, _ in model.info.linear_layers}
     biases &= {weight.name for weight in model.weight_census()}
-    if (
-        run.quantization.fake_quantized_layers(model)
-        and biases
-        and len(model.info.stack_starts) == 1
-    ):
+    if run.quantization.fake_quantized_layers(model) and biases and model.has_equal_blocks:
         option = run.option("quantization")
         reason = f"does not support linear layers with biases ({model.info.model_type})"
         yield ConfigIssue("quantization", option, reason, "set quantization=none")
@@ -88,7 +88,13 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
         objective = "captioning" if model.image_size else data
         reason, fix = f"{kind} ({model.info.model_type})", f"set objective={objective} data={data}"
         yield ConfigIssue("model.path", model.path, reason, fix)
-    models = "vision-language models" if model.image_size else "encoder-decoder models"
+
+
+def _unequal_block_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield features that are not supported for blocks with different weights."""
+    models = f"models with several kinds of blocks ({model.info.model_type})"
+    if len(model.info.stack_starts) > 1:
+        models = "vision-language models" if model.image_size else "encoder-decoder models"
     reason = f"is not supported for {models}"
     if run.precision.fp8_layers(model):
         option = run.option("precision")
@@ -113,6 +119,8 @@ def _tensor_parallel_obstacle(model: HuggingFaceConfig) -> str:
     for name in plan | dict(model.info.linear_layers):
         if (style := plan.get(name, "none")) not in TP_STYLES:
             return f"does not support style {style} of {name} in the tp_plan of {model_type}"
+    if not model.has_equal_blocks:
+        return f"is not supported for models with several kinds of blocks ({model_type})"
     styles = [plan.get(name) for name in model.info.layer_order]
     if ("rowwise", COLUMN) in pairwise(styles):
         return f"does not support blocks with parallel attention and feedforward ({model_type})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,9 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
     Attributes:
         num_layers: Number of blocks of the full model.
         layer_order: Layers with weights of a block in execution order, set by a probe forward pass.
+        expert_fractions: Fraction of the experts that process one token, by name of the module
+            with the weights of the experts, set by the probe too.
+        returns_tuples: Whether blocks return a sequence whose first element is the output.
         original_buffers: Buffers as transformers builds them, by name.
     """
 
@@ -53,6 +57,8 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
             transposed_weights,
         )
         self.layer_order: list[str] = []
+        self.expert_fractions: dict[str, float] = {}
+        self.returns_tuples = False
         self.body = hf_model.get_submodule(body_name)
         blocks = cast(nn.ModuleList, getattr(self.body, blocks_name))
         delattr(self.body, blocks_name)
@@ -169,14 +175,21 @@ def packs_texts(module: CausalLMModule) -> bool:
     return bool(searched)
 
 
+@dataclass
+class BodyOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """Output of a body: the features; heads of models with experts also read ``router_logits``."""
+
+    router_logits: tuple[torch.FloatTensor, ...] | None = None
+
+
 class PassThrough(nn.Module):
     """Stand-in for the body, which returns its input features."""
 
     def forward(
         self, input_ids: Tensor | None = None, *, inputs_embeds: Tensor, **_: Any
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
+    ) -> BodyOutput:
         """Return the features as an output of the body."""
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=cast(Any, inputs_embeds))
+        return BodyOutput(last_hidden_state=cast(Any, inputs_embeds))
 
 
 class TiedLinearHead(nn.Module):

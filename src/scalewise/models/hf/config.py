@@ -123,6 +123,16 @@ class HuggingFaceConfig(ModelConfig):
         return len(self.info.stack_starts)
 
     @property
+    def has_equal_blocks(self) -> bool:
+        """Whether all blocks have weights of the same names and shapes."""
+        return self.info.has_equal_blocks
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether blocks have a mixture of experts."""
+        return any(weight.role == "experts" for weight in self.weight_census())
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model has an encoder and a decoder, and reads no images."""
         return self.num_stacks > 1 and not self.image_size
@@ -155,7 +165,7 @@ class HuggingFaceConfig(ModelConfig):
     @property
     def end_modules(self) -> tuple[str, ...]:
         """Names of the token embedding and of the head, if it has a weight of its own."""
-        if self.tied_weights or len(self.info.stack_starts) > 1:
+        if self.tied_weights or not self.has_equal_blocks:
             return ()
         embedding = next(it.name for it in self.weight_census() if it.role == "embedding")
         return (embedding.rpartition(".")[0], "head")
@@ -186,7 +196,9 @@ class HuggingFaceConfig(ModelConfig):
         themselves and to the source. For an image, each stack has its own number of positions.
         """
         matrices = sum(
-            weight.numel * self.token_fraction(weight.name, sequence, target)
+            weight.numel
+            * self.info.expert_fractions.get(weight.name, 1.0)
+            * self.token_fraction(weight.name, sequence, target)
             for weight in self.weight_census()
             if len(weight.shape) > 1 and weight.role not in ("embedding", "position")
         )

@@ -39,6 +39,8 @@ class MultiStackModule(CausalLMModule):
         self.stacks, self.transposed_weights = dict(stacks), frozenset[str]()
         self.stack_starts = tuple(accumulate(stacks.values(), initial=0))[:-1]
         self.layer_order: list[str] = []
+        self.expert_fractions: dict[str, float] = {}
+        self.returns_tuples = False
         blocks: list[nn.Module] = []
         for name in stacks:
             stack, _, key = name.rpartition(".")

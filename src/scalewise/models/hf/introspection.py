@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     PretrainedConfig,
@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from scalewise.compat.hugging_face import block_class_names
 from scalewise.compat.torch import registered_parameters, unset_fake_temporarily
-from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
+from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.base import StageSlice, Weight
-from scalewise.models.hf import encoder_decoder, hub, model_info, vision_language
+from scalewise.models.hf import encoder_decoder, experts, hub, model_info, vision_language
 from scalewise.models.hf.causal_lm import (
     CausalLMModule,
     TiedLinearHead,
@@ -37,21 +37,17 @@ from scalewise.models.hf.config_reader import (
     dropout_probabilities,
     first_line,
     read_config,
-    rope_type,
 )
 from scalewise.models.hf.encoder_decoder import EncoderDecoderModule, MultiStackModule
 from scalewise.models.hf.model_info import ModelInfo
 from scalewise.models.hf.pretrained import PretrainedTensors
+from scalewise.models.hf.probe import block_issues, distinct_blocks, forward_issues
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.models.safetensors_files import SafetensorsFiles, weight_files
-
-ROPE_FIX = "set another rope_type in its config.json: default, linear, yarn or llama3"
 
 UNLIMITED = 2**31 - 1
 """Context of a model whose configuration sets none."""
 EMBEDDING_ROLES = ("embedding", "position")
-PROBE_TOKENS = (8, 4)
-"""Source tokens and target tokens of the probe forward pass."""
 
 
 def build_meta_module(path: str, depth: int | None, stage: StageSlice) -> CausalLMModule:
@@ -78,8 +74,8 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
     starts = module.stack_starts if isinstance(module, MultiStackModule) else (0,)
     linears = {
         name: (layer.out_features, layer.in_features)
-        for block in starts
-        for name, layer in module.layers()[block].named_modules()
+        for block in distinct_blocks(module).values()
+        for name, layer in block.named_modules()
         if type(layer) is nn.Linear
     }
     text = config.get_text_config()
@@ -90,6 +86,9 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
         dropout_configs += [config.vision_config, config.qformer_config]
         vision = vision_language.vision_info(config, module.tokens_by_layer)
         context -= vision.decoder_tokens
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if key_size := getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention
+        head_size = (key_size + text.qk_rope_head_dim + text.v_head_dim) // 2
     return ModelInfo(
         vocabulary=text.vocab_size,
         context=context,
@@ -97,7 +96,7 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
         heads=heads,
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
         width=text.hidden_size,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_size=head_size,
         weight_census=tuple(_weight_census(module)),
         tied_weights=_tied_names(module),
         model_type=config.model_type if vision else text.model_type,
@@ -107,6 +106,13 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
         layer_order=tuple(module.layer_order),
         tied_head=_find_tied_head(module),
         hf_tp_plan=tuple(_tensor_parallel_plan(module, text)) if len(starts) == 1 else (),
+        has_equal_blocks=len(starts) == 1 and len(distinct_blocks(module)) == 1,
+        returns_tuples=module.returns_tuples,
+        expert_fractions={
+            name: module.expert_fractions.get(name.rpartition(".")[0], 1.0)
+            for name, parameter in module.named_parameters()
+            if parameter.dim() > 2
+        },
         packs_texts=len(starts) == 1 and packs_texts(module),
         stack_starts=starts,
         source_layers=frozenset(module.source_layers)
@@ -146,7 +152,10 @@ def build_original(path: str, depth: int | None) -> PreTrainedModel:
     try:
         with _MetaWeights():
             model: PreTrainedModel = auto_class(config).from_config(
-                config, dtype=torch.float32, trust_remote_code=False
+                config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                experts_implementation=experts.IMPLEMENTATION,
             )
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = f"cannot be built by transformers ({first_line(error)})"
@@ -166,7 +175,7 @@ def _cached_module(path: str, depth: int | None) -> CausalLMModule:
         for name, parameter in parameters.items():
             if parameter is not None and parameter.device.type != "meta":
                 parameters[name] = nn.Parameter(parameter.detach().to("meta"))
-    if issues := list(_block_issues(module, path)) or list(_forward_issues(module, path)):
+    if issues := list(block_issues(module, path)) or list(forward_issues(module, path)):
         raise ConfigError(issues)
     return module
 
@@ -250,16 +259,16 @@ class _MetaWeights(TorchFunctionMode):
 def _find_block_list(hf_model: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
     """Return the name of the module that runs the blocks, and that of the list in it."""
     block_classes = block_class_names(hf_model)
-    lists = [
-        (name, {type(block).__name__ for block in module})
+    lists = {
+        name: {type(block).__name__ for block in module}
         for name, module in hf_model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == layers
-    ]
-    uniform = [name for name, classes in lists if len(classes) == 1]
-    listed = [name for name, classes in lists if len(classes) == 1 and classes <= block_classes]
+    }
+    uniform = [name for name, classes in lists.items() if len(classes) == 1]
+    listed = [name for name, classes in lists.items() if classes <= block_classes]
     candidates = listed if len(listed) == 1 else uniform
     if len(candidates) != 1:
-        reason = f"has no list of {layers} blocks of one class"
+        reason = f"has no list of {layers} blocks"
         raise ConfigError.for_key(KEY, path, reason, f"choose another model{LIKE}")
     stem, _, stack = candidates[0].rpartition(".")
     return stem, stack
@@ -288,74 +297,6 @@ def _tie_to_embedding(hf_model: PreTrainedModel, path: str) -> None:
         raise ConfigError.for_key(KEY, path, reason, f"choose another model{LIKE}")
 
 
-def _block_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
-    """Yield config issues of blocks that the planner and the strategies do not support."""
-    first, *others = (
-        {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
-        for block in module.layers()
-    )
-    fix = f"choose another model{LIKE}"
-    if not isinstance(module, MultiStackModule) and any(other != first for other in others):
-        yield ConfigIssue(KEY, path, "has blocks with different parameters", fix)
-    if any(len(shape) > 2 for block in (first, *others) for shape in block.values()):
-        yield ConfigIssue(KEY, path, "has blocks that are not dense (mixture of experts)", fix)
-    if any(buffer.device.type == "meta" for buffer in module.buffers()):
-        yield ConfigIssue(KEY, path, "has buffers without values on the meta device", fix)
-
-
-def _forward_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
-    """Yield config issues of a probe forward pass, and record facts about layers in the module."""
-    probe = copy.deepcopy(module).to("meta")
-    outputs: set[str] = set()
-    tokens, labels = (torch.zeros((2, n), dtype=torch.long, device="meta") for n in PROBE_TOKENS)
-    if isinstance(module, VisionLanguageModule):
-        side = module.head.config.vision_config.image_size
-        labels = labels.new_zeros((2, vision_language.probe_token_counts(module.head.config)[1]))
-        tokens = torch.zeros((2, 3, side, side), dtype=torch.uint8, device="meta")
-    for block in probe.layers():
-        block.register_forward_hook(lambda _, __, out: outputs.add(type(out).__name__))
-    for name, layer in probe.named_modules():
-        if isinstance(module, MultiStackModule) and isinstance(layer, nn.Linear | nn.Conv2d):
-            layer.register_forward_hook(partial(_record_positions, module, name))
-    for name, layer in probe.layers()[0].named_modules():
-        if registered_parameters(layer):
-            layer.register_forward_hook(lambda *_, name=name: module.layer_order.append(name))
-    scaling = rope_type(module.head.config)
-    try:
-        probe(tokens, labels)
-    except Exception as error:  # the code of a model may raise anything
-        if scaling == "dynamic":
-            reason = "rope_type=dynamic computes its frequencies from the positions"
-            reason += ", which have no values on the meta device"
-            yield ConfigIssue(KEY, path, reason, ROPE_FIX)
-            return
-        outputs.add(f"{type(error).__name__}: {first_line(error)}")
-    supported = {"Tensor", *(["tuple"] if isinstance(module, MultiStackModule) else [])}
-    if others := outputs - supported:
-        reason = f"has blocks that do not return a single tensor ({max(others)})"
-        yield ConfigIssue(KEY, path, reason, f"choose another model{LIKE}")
-
-
-def _record_positions(
-    module: MultiStackModule,
-    name: str,
-    layer: nn.Linear | nn.Conv2d,
-    inputs: object,
-    output: Tensor,
-) -> None:
-    """Record layers that read source tokens or an image, with the positions they are applied to."""
-    positions = output.numel() // (2 * len(layer.weight))
-    if isinstance(module, EncoderDecoderModule) and positions == PROBE_TOKENS[0]:
-        module.source_layers.add(name)
-    if isinstance(module, VisionLanguageModule) and (
-        not module.is_language_layer(name)
-        or positions == vision_language.probe_token_counts(module.head.config)[0]
-    ):
-        # Pixels need no gradient, which is a third of the FLOPs of a layer.
-        is_patch_layer = isinstance(layer, nn.Conv2d)
-        module.tokens_by_layer[name] = positions * 2 / 3 if is_patch_layer else positions
-
-
 def _weight_census(module: CausalLMModule) -> Iterator[Weight]:
     for name, parameter in module.named_parameters():
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
@@ -363,8 +304,10 @@ def _weight_census(module: CausalLMModule) -> Iterator[Weight]:
 
 
 def _module_role(name: str, parameter: nn.Parameter, module: CausalLMModule) -> str:
-    if parameter.dim() == 1:
+    if parameter.dim() == 1 or name.endswith("_bias"):
         return "bias" if name.endswith("bias") else "norm"
+    if parameter.dim() > 2 and name.startswith("blocks.") and not name.endswith(".weight"):
+        return "experts"
     layer = module.get_submodule(name.rpartition(".")[0])
     if name.startswith("head.") and isinstance(layer, nn.Linear):
         return "head"

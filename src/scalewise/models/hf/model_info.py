@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scalewise.errors import ConfigIssue
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
@@ -66,6 +66,12 @@ class ModelInfo:
     """Name of the head module if it uses the embedding's weight."""
     hf_tp_plan: tuple[tuple[str, str], ...]
     """transformers' tensor-parallel style of modules in a block, by name within it."""
+    has_equal_blocks: bool = True
+    """Whether all blocks are of one class, and have weights of the same names and shapes."""
+    returns_tuples: bool = False
+    """Whether a block returns a sequence whose first element is the residual stream."""
+    expert_fractions: Mapping[str, float] = field(default_factory=dict)
+    """Fraction of a weight that one token is multiplied with, by name of a weight of experts."""
     packs_texts: bool = False
     """Whether position ids that start again separate the texts of a packed sequence."""
     stack_starts: tuple[int, ...] = (0,)
