@@ -9,6 +9,7 @@ import pytest
 import torch
 from fixtures.hf_architectures import TRAINED, ArchitectureFolders
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from scalewise.hardware import DeviceKind
@@ -17,7 +18,7 @@ from scalewise.models.base import StageSlice
 from scalewise.models.build import build_model, export_model
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.op_graph import Recompute
-from scalewise.objectives import CausalLM
+from scalewise.objectives import IGNORED, CausalLM
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 from scalewise.strategies.base import ScaledLoss
 
@@ -25,7 +26,7 @@ LEARNING_RATE = 0.1
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
-def tokens_BS() -> Tensor:
+def random_tokens() -> Tensor:
     return torch.randint(2, 256, (2, 33), generator=torch.Generator().manual_seed(2))
 
 
@@ -37,7 +38,7 @@ def load_transformers(folder: Path) -> Any:
 def test_hf_architecture_trains_and_exports_as_in_transformers(
     family: str, hf_architecture: ArchitectureFolders, tmp_path: Path
 ) -> None:
-    folder, tokens = hf_architecture(family), tokens_BS()
+    folder, tokens = hf_architecture(family), random_tokens()
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
     expected = load_transformers(folder).train()
@@ -48,11 +49,11 @@ def test_hf_architecture_trains_and_exports_as_in_transformers(
     module = build_model(spec, 1).train()
     stage = StageSlice(range(spec.layers))
     apply_checkpointing(FixedCheckpointing(Recompute.full), module, stage, DeviceKind.cpu)
-    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    batch = {"inputs": tokens, "labels": F.pad(tokens[:, 1:], (0, 1), value=IGNORED)}
     torch.manual_seed(5)
     loss = ScaledLoss(CausalLM()).compute(module, batch)
     loss.backward()
-    targets = batch["labels"].numel()
+    targets = tokens[:, 1:].numel()
     torch.testing.assert_close(loss / targets, expected_loss, **CLOSE)
 
     for parameters, scale in ((module.parameters(), targets), (expected.parameters(), 1)):

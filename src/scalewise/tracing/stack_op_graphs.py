@@ -192,8 +192,8 @@ class StackRunner(FakeTensorRunner):
         A model with one stack reads labels only if it computes the loss itself.
         """
         if self.spec.num_stacks == 1:
-            tokens, labels, positions = self._empty_batch()
-            return tokens, labels if self.uses_chunked_loss else None, positions
+            inputs, labels, positions = self._empty_batch()
+            return inputs, labels if self.uses_chunked_loss else None, positions
         sequences, tokens = self.forward_spec.sequences, self.forward_spec.tokens_per_sequence
         if side := self.spec.image_size:
             pixels = torch.zeros((sequences, 3, side, side), dtype=torch.uint8)

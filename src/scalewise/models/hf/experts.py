@@ -49,8 +49,8 @@ def run_experts(module: nn.Module, x_NW: Tensor, expert_NK: Tensor, score_NK: Te
     y_RW = _linear(experts, "down_proj", hidden_RO, expert_R, ends_E)
     if experts.has_post_expert_norm:
         y_RW = experts.post_expert_norm(y_RW)
-    y_RW = permute_rows(y_RW, inverse_R, order_R)
-    return (y_RW.unflatten(0, (-1, count)) * score_NK[..., None]).sum(dim=1).to(x_NW.dtype)
+    y_NKW: Tensor = permute_rows(y_RW, inverse_R, order_R).unflatten(0, (-1, count))
+    return (y_NKW * score_NK[..., None]).sum(dim=1).to(x_NW.dtype)
 
 
 def _linear(experts: Any, name: str, x_RI: Tensor, expert_R: Tensor, ends_E: Tensor) -> Tensor:
