@@ -176,6 +176,9 @@ class ModelConfig(ABC):
     """Whether a block normalizes the output of its last linear layer (post-norm)."""
     casts_residual: ClassVar[bool] = False
     """Whether the residual stream is in bf16 if matmuls are, also with fp32 parameters."""
+    embeds_all_tokens: ClassVar[bool] = False
+    """Whether the first block reads the embeddings of all tokens, of which sequence-parallel ranks
+    take their part: masks and positions are computed from the embeddings."""
     implementation: ClassVar[str] = ""
     """Module that registers the builders of ``models.build``."""
     op_graph_implementation: ClassVar[str] = ""

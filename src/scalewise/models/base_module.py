@@ -21,6 +21,9 @@ class ModelModule(nn.Module):
 
     loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
     """Loss function ``(head, x_BTW, labels_BT)``; ``head`` maps ``x_BTW`` to ``logits_BTV``."""
+    embeds_all_tokens: bool = False
+    """Whether the embeddings of all tokens are on each tensor-parallel rank before the first block,
+    also under sequence parallelism."""
     gather_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
     """Gathers the tokens of all ranks from this rank's sequence-parallel shard."""
 

@@ -36,13 +36,15 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
         + has_reference_forward * (2 * layers + first)
     )
     # Prompt tokens are added and removed where each rank has the whole sequence.
-    prompt_reductions = (first + (last and not chunked)) * (partition.run.adapter.prompt_tokens > 0)
-    reduce_scatters = passes * (reduce_scatters - prompt_reductions)
+    all_reduces = (first + (last and not chunked)) * (partition.run.adapter.prompt_tokens > 0)
+    if partition.run.model.embeds_all_tokens and mesh.sequence_parallel:
+        all_reduces = int(first)
+    reduce_scatters = passes * (reduce_scatters - all_reduces)
     yield Collective(
         CollectiveKind.all_reduce,
         axes,
         partition.embedding_bytes,
-        passes * prompt_reductions,
+        passes * all_reduces,
         "sums of a text alone",
     )
     if mesh.sequence_parallel:

@@ -38,11 +38,12 @@ def apply_tensor_parallel(
     ``tp_styles``: style by module name, with ``*`` in place of layer indices.
     """
     residual_placement: Placement = TOKEN_SHARD if spec.sequence_parallel else Replicate()
-    embedding_placement = (
-        Replicate() if TPStyle.prompt in tp_styles.values() else residual_placement
-    )
+    embeds_all_tokens = module.embeds_all_tokens or TPStyle.prompt in tp_styles.values()
+    embedding_placement = Replicate() if embeds_all_tokens else residual_placement
     # -2: position embeddings may have no batch dimension.
-    position_placement: Placement = Shard(-2) if spec.sequence_parallel else Replicate()
+    position_placement: Placement = Replicate()
+    if spec.sequence_parallel and not module.embeds_all_tokens:
+        position_placement = Shard(-2)
     parallel_styles: dict[TPStyle, ParallelStyle] = {
         TPStyle.column: ColwiseParallel(),
         TPStyle.row: RowwiseParallel(output_layouts=residual_placement),
@@ -83,6 +84,11 @@ def apply_tensor_parallel(
             parallelize_module(part, mesh, GatheredInput(residual_placement))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(requires_grad[name])  # some of torch's styles reset it
+    if module.embeds_all_tokens and not spec.sequence_parallel:
+        return
+    if module.embeds_all_tokens:
+        first_block = module.layers()[0]
+        first_block.register_forward_pre_hook(partial(_shard_tokens, mesh), with_kwargs=True)
     module.gather_tokens = lambda x_BTW: _gather_first_input(residual_placement, (x_BTW,), mesh)[0]
 
 
@@ -209,6 +215,15 @@ def _gather_first_input(placement: Placement, inputs: Any, mesh: DeviceMesh) -> 
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [placement], run_check=False)
     return (x.redistribute(placements=[Replicate()]), *others)
+
+
+def _shard_tokens(
+    mesh: DeviceMesh, block: nn.Module, inputs: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Inputs of a block with this rank's tokens of the first one, of which all ranks have all."""
+    x_BTW, *others = inputs
+    replicated = DTensor.from_local(x_BTW, mesh, [Replicate()], run_check=False)
+    return (replicated.redistribute(placements=[TOKEN_SHARD]).to_local(), *others), kwargs
 
 
 def _redistribute(placements: Sequence[Placement], gradient: DTensor) -> DTensor:

@@ -53,7 +53,7 @@ from scalewise.tracing.op_recorder import (
     first_tensor,
     measure_part,
 )
-from scalewise.tracing.tensor_parallel_shard import shard_for_rank
+from scalewise.tracing.tensor_parallel_shard import shard_for_rank, shard_tokens
 
 FRESH = BackwardMode(Recompute.nothing, fresh_gradients=True)
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -109,7 +109,8 @@ class FakeTensorRunner:
             apply_quantization(quantization, module, self.spec)
         apply_adapter(self._build_adapter_config(), module, self.spec)
         if self.forward_spec.tensor_ranks > 1:
-            shard_for_rank(module, self.spec.tensor_parallel_styles(), self.forward_spec)
+            tp_styles, chunks_loss = self.spec.tensor_parallel_styles(), self.uses_chunked_loss
+            shard_for_rank(module, tp_styles, self.forward_spec, chunks_loss=chunks_loss)
         set_chunked_loss(self.objective, module, in_forward=in_forward)
         saved_on = backward_mode.saved_on
         checkpointing = FixedCheckpointing(
@@ -122,6 +123,12 @@ class FakeTensorRunner:
                 module, partial(self._materialize, backward_mode=backward_mode), torch.empty_like
             )
         return module
+
+    def _shard_tokens(self, first_block: nn.Module) -> None:
+        """Let the first block read the tokens of one sequence-parallel rank."""
+        ranks = self.forward_spec.tensor_ranks
+        if self.forward_spec.sequence_parallel and ranks > 1:
+            first_block.register_forward_pre_hook(partial(shard_tokens, ranks))
 
     def _convert_to_fp8(self, module: CausalLMModule) -> None:
         """Replace linear layers by torchao's FP8 layers, as on the CPU.
@@ -226,6 +233,7 @@ class FakeTensorRunner:
         module = self._build_module(backward_mode, in_forward=in_forward)
         before, after = LiveBytes(), LiveBytes()
         between = CountingBlock(before, after, returns_tuple=self.spec.info.returns_tuples)
+        self._shard_tokens(between)
         module.set_layers([between])
         with self.fake_tensors():
             tokens, labels, positions = self._empty_batch()
@@ -254,6 +262,7 @@ class FakeTensorRunner:
         """Return the operators of a block, of the operators after all blocks, and of the loss."""
         module = self._build_module(FRESH)
         (block,) = module.layers()
+        self._shard_tokens(block)
         module.set_layers([block])
         recorder = OpRecorder(self.forward_spec)
         for name in self.forward_spec.fp8_layers + self.forward_spec.fake_quantized_layers:

@@ -24,21 +24,34 @@ REPLICATED = (TPStyle.tokens, TPStyle.positions, TPStyle.replicated, TPStyle.pro
 
 
 def shard_for_rank(
-    module: CausalLMModule, tp_styles: Mapping[str, TPStyle], forward_spec: ForwardSpec
+    module: CausalLMModule,
+    tp_styles: Mapping[str, TPStyle],
+    forward_spec: ForwardSpec,
+    *,
+    chunks_loss: bool,
 ) -> None:
-    """Shard a module on the meta device in place, to that of one tensor-parallel rank."""
+    """Shard a module on the meta device in place, to that of one tensor-parallel rank.
+
+    ``chunks_loss``: whether the head reads chunks of the tokens of all ranks.
+    """
     column_parents = {
         name.rpartition(".")[0] for name, style in tp_styles.items() if style is TPStyle.column
     }
+    ranks = forward_spec.tensor_ranks if forward_spec.sequence_parallel else 1
+    if ranks > 1 and chunks_loss:
+        module.gather_tokens = lambda x_BTW: GatherReplicated.apply(x_BTW, ranks)  # type: ignore[no-untyped-call]  # torch's own
     for name, part in module.named_modules():
         pattern = name.replace("blocks.0", "blocks.*", 1)
         style = tp_styles.get(pattern)
         if pattern in column_parents or style is TPStyle.head:
-            part.register_forward_pre_hook(_replicate_input, with_kwargs=True)
+            input_ranks = 1 if style is TPStyle.head and chunks_loss else ranks
+            part.register_forward_pre_hook(partial(_replicate_input, input_ranks), with_kwargs=True)
         if style in REPLICATED:
             part.register_forward_pre_hook(_view_input)
-        if style in (TPStyle.row, TPStyle.vocabulary):
-            part.register_forward_hook(_reduce_output)
+        if style is TPStyle.vocabulary:
+            part.register_forward_hook(partial(_reduce_output, 1))
+        if style is TPStyle.row:
+            part.register_forward_hook(partial(_reduce_output, ranks))
         if style is TPStyle.head and not forward_spec.loss_parallel:
             part.register_forward_hook(partial(_gather_output, forward_spec.tensor_ranks))
         for key, parameter in part.named_parameters(recurse=False):
@@ -46,6 +59,71 @@ def shard_for_rank(
             shape = shard_weight(weight, tp_styles, forward_spec.tensor_ranks).shape
             empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
             part.register_parameter(key, nn.Parameter(empty, parameter.requires_grad))
+
+
+def shard_tokens(ranks: int, block: nn.Module, inputs: Any) -> Any:
+    """Forward pre-hook of the first block: this rank's tokens of the embeddings of all tokens."""
+    return SliceTokens.apply(inputs[0], ranks), *inputs[1:]  # type: ignore[no-untyped-call]  # torch's own
+
+
+class SliceTokens(torch.autograd.Function):
+    """Tokens of this rank; backward all-gathers their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        """Return a copy of the tokens of one rank."""
+        ctx.ranks = ranks
+        return x.chunk(ranks, dim=1)[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all tokens."""
+        return _gather_tokens(gradients[0], ctx.ranks), None
+
+
+class GatherTokens(torch.autograd.Function):
+    """All-gather of tokens; backward reduce-scatters their partial gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        """Return the tokens of all ranks."""
+        ctx.ranks = ranks
+        return _gather_tokens(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the summed gradients of this rank's tokens."""
+        return _scatter_tokens(gradients[0], ctx.ranks), None
+
+
+class GatherReplicated(torch.autograd.Function):
+    """All-gather of tokens with equal gradients on all ranks; backward takes a part of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        """Return the tokens of all ranks."""
+        ctx.ranks = ranks
+        return _gather_tokens(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of this rank's tokens."""
+        return gradients[0].chunk(ctx.ranks, dim=1)[0].clone(), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Reduce-scatter of partial sums by tokens; backward all-gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        """Return the sums of this rank's tokens."""
+        ctx.ranks = ranks
+        return _scatter_tokens(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all tokens."""
+        return _gather_tokens(gradients[0], ctx.ranks), None
 
 
 class ReplicateToPartial(torch.autograd.Function):
@@ -97,11 +175,29 @@ def _reduce(x: Tensor) -> Tensor:
     return summed
 
 
-def _replicate_input(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
+def _gather_tokens(x: Tensor, ranks: int) -> Tensor:
+    gathered = functional_collectives.all_gather_into_tensor(x, ranks, NO_GROUP)
+    return torch.cat(gathered.chunk(ranks), dim=1)
+
+
+def _scatter_tokens(x: Tensor, ranks: int) -> Tensor:
+    chunks = torch.cat(x.chunk(ranks, dim=1))
+    summed: Tensor = functional_collectives.reduce_scatter_tensor(chunks, "sum", ranks, NO_GROUP)
+    return summed
+
+
+def _replicate_input(ranks: int, module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
+    """Inputs with the first one on every rank; ``ranks``: those that shard its tokens."""
+
+    def replicate(x: Tensor) -> Any:
+        if ranks > 1:
+            return GatherTokens.apply(x, ranks)  # type: ignore[no-untyped-call]  # torch's own
+        return ReplicateToPartial.apply(x)  # type: ignore[no-untyped-call]  # torch's own
+
     if inputs:
-        return (ReplicateToPartial.apply(inputs[0]), *inputs[1:]), kwargs  # type: ignore[no-untyped-call]  # torch's own
+        return (replicate(inputs[0]), *inputs[1:]), kwargs
     first, *_ = kwargs
-    return inputs, kwargs | {first: ReplicateToPartial.apply(kwargs[first])}  # type: ignore[no-untyped-call]  # torch's own
+    return inputs, kwargs | {first: replicate(kwargs[first])}
 
 
 def _view_input(module: nn.Module, inputs: Any) -> Any:
@@ -109,7 +205,10 @@ def _view_input(module: nn.Module, inputs: Any) -> Any:
     return inputs[0].view_as(inputs[0]), *inputs[1:]
 
 
-def _reduce_output(layer: nn.Module, inputs: Any, partial_sum: Tensor) -> Tensor:
+def _reduce_output(ranks: int, layer: nn.Module, inputs: Any, partial_sum: Tensor) -> Tensor:
+    """Sum of partial sums over all ranks; ``ranks``: those that shard its tokens."""
+    if ranks > 1:
+        return cast(Tensor, ScatterTokens.apply(partial_sum, ranks))  # type: ignore[no-untyped-call]  # torch's own
     return cast(Tensor, PartialToReplicate.apply(partial_sum))  # type: ignore[no-untyped-call]  # torch's own
 
 

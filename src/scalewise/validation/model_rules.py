@@ -129,10 +129,6 @@ def _tensor_parallel_obstacle(model: HuggingFaceConfig) -> str:
 
 def _tensor_parallel_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield options that tensor parallelism of Hugging Face models does not support."""
-    if getattr(run.parallelism, "sequence_parallel", False):
-        reason = f"{UNSUPPORTED}, which compute positions from the tokens of one rank"
-        fix = "set parallelism.sequence_parallel=false"
-        yield ConfigIssue("parallelism.sequence_parallel", True, reason, fix)
     if run.has_frozen_weights:
         option = run.option("adapter")
         reason = "is not supported with tensor parallelism of Hugging Face models"

@@ -43,6 +43,8 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
         original_buffers: Buffers as transformers builds them, by name.
     """
 
+    embeds_all_tokens = True
+
     def __init__(
         self,
         hf_model: PreTrainedModel,
@@ -118,7 +120,7 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
             x_BTW = self.body(**inputs, use_cache=False).last_hidden_state
         if self.loss is None or labels_BT is None:
             return self.logits(x_BTW)
-        return self.loss(self.logits, x_BTW, labels_BT)
+        return self.loss(self.logits, self.gather_tokens(x_BTW), labels_BT)
 
     def logits(self, x_BTW: Tensor, *, hooks: bool = True) -> Tensor:
         """Return ``logits_BTV`` of the body's output."""

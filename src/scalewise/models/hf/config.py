@@ -54,6 +54,7 @@ class HuggingFaceConfig(ModelConfig):
     depth: int | None = None
     """Number of layers of each stack, with random weights; null: as config.json says."""
 
+    embeds_all_tokens = True
     implementation = "scalewise.models.hf.weights"
     op_graph_implementation = "scalewise.tracing.hf_op_graphs"
     imports = ("scalewise.models.hf.causal_lm",)
@@ -272,6 +273,11 @@ class HuggingFaceConfig(ModelConfig):
         for name, (out, into) in self.info.linear_layers:
             by_shape = TPStyle.row if out == self.width != into else TPStyle.column
             table[f"blocks.*.{name}"] = TP_STYLES.get(plan.get(name, ""), by_shape)
+        table |= {
+            f"blocks.*.{name}": TPStyle.heads
+            for name, hf_style in self.info.hf_tp_plan
+            if TP_STYLES.get(hf_style) is TPStyle.heads
+        }
         return table | ({self.info.tied_head: TPStyle.head} if self.info.tied_head else {})
 
     def tensor_parallel_sizes(self) -> dict[str, int]:

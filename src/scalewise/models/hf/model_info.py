@@ -10,7 +10,11 @@ from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 
 COLUMN = "colwise"
-TP_STYLES = {COLUMN: TPStyle.column, "rowwise": TPStyle.row}
+TP_STYLES = {
+    COLUMN: TPStyle.column,
+    "rowwise": TPStyle.row,
+    "replicated_with_grad_allreduce": TPStyle.heads,
+}
 """Supported styles of transformers' ``base_model_tp_plan``."""
 
 
