@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixtures.cli_runner import RunDir
-from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, HFCheckpoints
+from fixtures.hf_checkpoints import HFCheckpoints
 from fixtures.job_runner import JobRunner
 from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER, mesh
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -240,7 +240,7 @@ def test_collectives_of_expert_parallelism_equal_prediction(
     ("family", "strategy", "option"),
     [
         pytest.param(family, strategy, option, marks=() if runs_in_ci else pytest.mark.exhaustive)
-        for family in ("llama", "qwen2", "gemma2")
+        for family in ("llama", "qwen2", "qwen3", "gemma2")
         for strategy in ("tensor", "tensor_no_sequence_parallel", "shard_tensor")
         for option in ("none", "full", "selective", "mixture", "loss")
         for runs_in_ci in [(family, strategy, option) == ("qwen2", "tensor", "full")]
@@ -262,7 +262,6 @@ def test_collectives_of_transformers_models_equal_prediction(
         *base_overrides,
         *model,
         *STRATEGIES[strategy],
-        NO_SEQUENCE_PARALLEL,
         *RUN_OPTIONS[option],
     )
     assert_collectives_equal(overrides, JobRunner(tmp_path, shared_cache))
