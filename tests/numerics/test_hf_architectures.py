@@ -20,7 +20,6 @@ from fixtures.rejections import assert_rejected, rejection_issues
 from fixtures.strategies import STRATEGIES, TINY_DECODER
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from scalewise import compose
 from scalewise.hardware import DeviceKind
@@ -39,8 +38,9 @@ EXHAUSTIVE = pytest.mark.exhaustive
 CI_TENSOR = ("qwen3", "sequence_parallel")
 LEARNING_RATE = 0.1
 SYNTHETIC = ("data=synthetic", "data.sequence=64", "trainer.micro_batch=8")
-STRATEGY_FAMILIES = ("qwen3", "gemma3_text", "bloom", "mixtral", "deepseek_v2")
-"""One architecture of each kind: dense, tied with windows, tuples, experts, unequal blocks."""
+STRATEGY_FAMILIES = ("qwen3", "gemma3_text", "bloom", "mixtral", "deepseek_v2", "qwen2_5_vl")
+"""One architecture of each kind: dense, tied with windows, tuples, experts, unequal blocks, and a
+vision tower."""
 OPTIONS: dict[str, tuple[str, ...]] = {
     "fsdp": STRATEGIES["fsdp"],
     "hsdp": STRATEGIES["hsdp"],
@@ -87,8 +87,8 @@ def random_tokens() -> Tensor:
     return torch.randint(2, 256, (2, 33), generator=torch.Generator().manual_seed(2))
 
 
-def load_transformers(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
+def load_transformers(family: str, folder: Path) -> Any:
+    return ARCHITECTURES[family].model_class.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("family", TRAINED)
@@ -98,15 +98,16 @@ def test_hf_architecture_trains_and_exports_as_in_transformers(
     folder, tokens = hf_architecture(family), random_tokens()
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
-    expected = load_transformers(folder).train()
+    expected = load_transformers(family, folder).train()
     torch.manual_seed(5)  # routers of PhiMoE draw numbers
-    expected_loss = expected(input_ids=tokens, labels=tokens, use_cache=False).loss
+    no_images = {"token_type_ids": torch.zeros_like(tokens)} if family == "gemma3" else {}
+    expected_loss = expected(input_ids=tokens, labels=tokens, use_cache=False, **no_images).loss
     expected_loss.backward()
 
     module = build_model(spec, 1).train()
     stage = StageSlice(range(spec.layers))
     apply_checkpointing(FixedCheckpointing(Recompute.full), module, stage, DeviceKind.cpu)
-    assert len(module.layers()) == expected.config.num_hidden_layers
+    assert len(module.layers()) == expected.config.get_text_config().num_hidden_layers
     batch = {"inputs": tokens, "labels": F.pad(tokens[:, 1:], (0, 1), value=IGNORED)}
     torch.manual_seed(5)
     loss = ScaledLoss(CausalLM()).compute(module, batch)
@@ -120,7 +121,7 @@ def test_hf_architecture_trains_and_exports_as_in_transformers(
                 if parameter.grad is not None:
                     parameter -= LEARNING_RATE / scale * parameter.grad
     export_model(spec, module.state_dict(), tmp_path)
-    exported, weights = load_transformers(tmp_path), dict(expected.named_parameters())
+    exported, weights = load_transformers(family, tmp_path), dict(expected.named_parameters())
     assert [name for name, _ in exported.named_parameters()] == [*weights]
     for name, weight in exported.named_parameters():
         torch.testing.assert_close(
@@ -150,7 +151,7 @@ def test_hf_architecture_packs_texts_or_rejects_packing(
     """Logits of two texts in one sequence equal those of each text."""
     overrides = ["model=hf", f"model.path={hf_architecture(family)}", *SYNTHETIC]
     if not ARCHITECTURES[family].packs_texts:
-        reason = f"is not supported for {family}, whose mask ignores position ids"
+        reason = f"is not supported for {family}"
         overrides += ["data.packing=true"]
         assert_rejected(overrides, "data.packing", reason, "data.packing=false")
         return

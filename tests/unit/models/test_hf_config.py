@@ -180,7 +180,7 @@ BLIP2_WITH_IMAGES = {**BLIP2, "model_type": "blip-2"}
 UNSUPPORTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no_start_token": ({"model_type": "t5"}, "does not set decoder_start_token_id"),
     "image": ({"model_type": "vit"}, "is not a supported language model (vit)"),
-    "image_text": ({"model_type": "llava"}, "reads other inputs than text (llava)"),
+    "image_text": ({"model_type": "clip"}, "reads other inputs than text (clip)"),
     "blip2_no_start_token": (
         {**BLIP2_WITH_IMAGES, "text_config": {**BLIP2_T5_TEXT, "decoder_start_token_id": None}},
         "does not set decoder_start_token_id",

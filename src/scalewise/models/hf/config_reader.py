@@ -85,7 +85,8 @@ def _vision_issues(config: PretrainedConfig) -> Iterator[str]:
     if not hasattr(config, "vision_config"):
         return
     if config.model_type not in IMAGE_TEXT:
-        yield f"reads other inputs than text ({config.model_type})"
+        if not reads_images_and_text(config):
+            yield f"reads other inputs than text ({config.model_type})"
         return
     if config.qformer_config.use_qformer_text_input:
         yield "has a Q-Former that reads text (use_qformer_text_input), which is not supported"
@@ -95,9 +96,16 @@ def _vision_issues(config: PretrainedConfig) -> Iterator[str]:
         yield f"requires square images of full patches (image_size {size}, patch_size {patch})"
 
 
+def reads_images_and_text(config: PretrainedConfig) -> bool:
+    """Return whether a model is a decoder-only language model with a vision tower."""
+    has_text = hasattr(config, "vision_config") and config.get_text_config() is not config
+    is_decoder = not getattr(config, "is_encoder_decoder", False)
+    return has_text and is_decoder and has_model_class(AutoModelForImageTextToText, config)
+
+
 def auto_class(config: PretrainedConfig) -> Any:
     """Return transformers' Auto class for the model of a configuration."""
-    if config.model_type in IMAGE_TEXT:
+    if config.model_type in IMAGE_TEXT or reads_images_and_text(config):
         return AutoModelForImageTextToText
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 

@@ -191,10 +191,11 @@ def _build_any(model: PreTrainedModel, config: PretrainedConfig, path: str) -> C
 
 
 def _build_causal(hf_model: PreTrainedModel, path: str) -> CausalLMModule:
-    hf_model.config.pad_token_id = None  # else each forward pass searches the tokens for it
-    stem, stack = _find_block_list(
-        hf_model, hf_model.config.get_text_config().num_hidden_layers, path
-    )
+    text = hf_model.config.get_text_config()
+    text.pad_token_id = None  # else each forward pass searches the tokens for it
+    stem, stack = _find_block_list(hf_model, text.num_hidden_layers, path)
+    if text is not hf_model.config:
+        _remove_vision_tower(hf_model, stem)
     transposed = frozenset(_replace_conv1d(hf_model))
     _tie_to_embedding(hf_model, path)
     return CausalLMModule(hf_model, stem, stack, transposed)
@@ -258,11 +259,14 @@ class _MetaWeights(TorchFunctionMode):
 
 def _find_block_list(hf_model: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
     """Return the name of the module that runs the blocks, and that of the list in it."""
-    block_classes = block_class_names(hf_model)
+    block_classes, decoder = (
+        block_class_names(hf_model),
+        {*cast(Any, hf_model.get_decoder()).modules()},
+    )
     lists = {
         name: {type(block).__name__ for block in module}
         for name, module in hf_model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == layers
+        if isinstance(module, nn.ModuleList) and len(module) == layers and module in decoder
     }
     uniform = [name for name, classes in lists.items() if len(classes) == 1]
     listed = [name for name, classes in lists.items() if classes <= block_classes]
@@ -272,6 +276,15 @@ def _find_block_list(hf_model: PreTrainedModel, layers: int, path: str) -> tuple
         raise ConfigError.for_key(KEY, path, reason, f"choose another model{LIKE}")
     stem, _, stack = candidates[0].rpartition(".")
     return stem, stack
+
+
+def _remove_vision_tower(hf_model: PreTrainedModel, stem: str) -> None:
+    """Remove the modules next to the language model ``stem``, which texts do not use."""
+    owner = hf_model.get_submodule(stem.rpartition(".")[0])
+    kept = (hf_model.get_submodule(stem), cast(Any, hf_model).get_output_embeddings())
+    for name, child in [*owner.named_children()]:
+        if all(each is not child for each in kept):
+            setattr(owner, name, None)
 
 
 def _replace_conv1d(hf_model: PreTrainedModel) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.hf import hub, introspection, model_info, vision_language
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
-from scalewise.models.hf.config_reader import KEY, read_config
+from scalewise.models.hf.config_reader import KEY, read_config, reads_images_and_text
 from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.models.safetensors_files import (
@@ -180,6 +180,9 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
     for name, _ in module.base_parameters():
         hf_name, tensor = module.hf_name(name), state[name].detach()
         tensors[hf_name] = tensor.T if hf_name in module.transposed_weights else tensor
+    if reads_images_and_text(module.head.config):
+        dtype = next(iter(state.values())).dtype
+        tensors |= dict(_vision_tower_tensors(spec, {*tensors}, dtype))
     persistent = {*introspection.build_original(spec.path, spec.depth).state_dict()}
     for name, constant in module.original_buffers.items():
         if (hf_name := module.hf_name(name)) in persistent:
@@ -196,6 +199,24 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
     if isinstance(module, VisionLanguageModule):
         processor = json.dumps(vision_language.image_processor(spec.image_size), indent=2)
         (folder / "preprocessor_config.json").write_text(processor, "utf-8")
+
+
+def _vision_tower_tensors(
+    spec: HuggingFaceConfig, trained: Collection[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the vision tower, which is not trained, by transformers' names."""
+    original = introspection.build_original(spec.path, spec.depth)
+    stored = None if spec.init is InitKind.random else open_checkpoint(spec.path, spec.depth)
+    tied = {*original.get_expanded_tied_weights_keys(all_submodels=True)}
+    for name, parameter in original.named_parameters():
+        if name in trained or name in tied:
+            continue
+        if stored is not None:
+            yield name, stored.read(name).to(dtype)
+        else:
+            tensor = nn.Parameter(torch.zeros(parameter.shape, dtype=dtype))
+            init.init_normal(name, tensor, 0, DEFAULT_STD)
+            yield name, tensor.detach()
 
 
 @build.build_meta.register(HuggingFaceConfig)
