@@ -165,6 +165,20 @@ def test_hf_architecture_packs_texts_or_rejects_packing(
     torch.testing.assert_close(packed, separate, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", TRAINED)
+def test_hf_architecture_has_a_tensor_parallel_plan_or_is_rejected(
+    family: str, hf_architecture: ArchitectureFolders
+) -> None:
+    overrides = ["model=hf", f"model.path={hf_architecture(family)}", *SYNTHETIC]
+    overrides += ["parallelism=tensor", "parallelism.tensor=2"]
+    if ARCHITECTURES[family].has_tp_plan:
+        assert compose(overrides).parallelism.sizes["tensor"] == 2
+    else:
+        issue = rejection_issues(overrides)[0]
+        assert issue.key == "parallelism.tensor"
+        assert issue.fix == "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+
+
 @pytest.mark.parametrize("family", ci_cases("mixtral", "deepseek_v2", "bloom"))
 def test_hf_architecture_memory_equals_trace(
     family: str, hf_architecture: ArchitectureFolders

@@ -203,6 +203,10 @@ UNSUPPORTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {**LLAMA, "model_type": "jamba", "num_experts": 2, "use_mamba_kernels": False},
         "has convolutions over tokens (jamba)",
     ),
+    "router_loss": (
+        {**LLAMA, "model_type": "mixtral", "output_router_logits": True},
+        "adds a loss of the router (output_router_logits=true), which is not computed",
+    ),
     "values": (
         {**OPT, "model_type": "biogpt", "intermediate_size": 64},
         "fails in a forward pass on the meta device, which has no values of tensors (RuntimeError",

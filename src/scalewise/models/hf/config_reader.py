@@ -62,10 +62,16 @@ def read_config(path: str, depth: int | None) -> PretrainedConfig:
         (f"has a config.json that does not set {', '.join(missing)}", missing),
         ("uses layerdrop, which is not supported", uses_layerdrop),
         ("has quantized weights", getattr(config, "quantization_config", None)),
+        (
+            "adds a loss of the router (output_router_logits=true), which is not computed",
+            getattr(text, "output_router_logits", False),
+        ),
     ):
         if applies:
             tokens = applies is missing and all(name.endswith("_token_id") for name in missing)
             fix = "add it to config.json" if tokens else f"choose a causal language model{LIKE}"
+            if "output_router_logits" in reason:
+                fix = "set output_router_logits=false in its config.json"
             raise ConfigError.for_key(KEY, path, reason, fix)
     if depth is not None:
         text.num_hidden_layers = depth
