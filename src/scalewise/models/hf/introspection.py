@@ -261,7 +261,7 @@ def _find_block_list(hf_model: PreTrainedModel, layers: int, path: str) -> tuple
     """Return the name of the module that runs the blocks, and that of the list in it."""
     block_classes, decoder = (
         block_class_names(hf_model),
-        {*cast(Any, hf_model.get_decoder()).modules()},
+        {*cast(Any, hf_model).get_decoder().modules()},
     )
     lists = {
         name: {type(block).__name__ for block in module}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from scalewise.compat.torch import unset_fake_temporarily
 from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models import build, init
 from scalewise.models.base import StageSlice, Weight
@@ -29,6 +30,8 @@ from scalewise.models.safetensors_files import (
     weight_files,
 )
 
+PRETRAINED_BUFFERS = ("e_score_correction_bias",)
+"""Suffixes of buffers that pretraining updates: the balancing biases of routers."""
 DEFAULT_STD = 0.02
 """Standard deviation of a configuration without ``initializer_range``, as in transformers."""
 
@@ -175,7 +178,7 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
         spec: Configuration of the model.
         folder: Folder to write.
     """
-    module = introspection.build_meta_module(spec.path, spec.depth, StageSlice(range(spec.layers)))
+    module = _build_meta(spec, StageSlice(range(spec.layers)))
     tensors = dict[str, Tensor]()
     for name, _ in module.base_parameters():
         hf_name, tensor = module.hf_name(name), state[name].detach()
@@ -221,7 +224,20 @@ def _vision_tower_tensors(
 
 @build.build_meta.register(HuggingFaceConfig)
 def _build_meta(config: HuggingFaceConfig, stage: StageSlice) -> CausalLMModule:
-    return introspection.build_meta_module(config.path, config.depth, stage)
+    module = introspection.build_meta_module(config.path, config.depth, stage)
+    names = [name for name in module.original_buffers if name.endswith(PRETRAINED_BUFFERS)]
+    if names and config.init is InitKind.weights:
+        _read_buffers(module, names, open_checkpoint(config.path, config.depth))
+    return module
+
+
+@unset_fake_temporarily()  # buffers have values in a trace too
+def _read_buffers(module: CausalLMModule, names: Iterable[str], tensors: PretrainedTensors) -> None:
+    """Set the values that ``to_empty`` restores to those of a checkpoint."""
+    for name in names:
+        if (hf_name := module.hf_name(name)) in tensors:
+            constant = tensors.read(hf_name).to(module.original_buffers[name].dtype)
+            module.original_buffers[name] = constant
 
 
 @build.init_weights.register(HuggingFaceConfig)
