@@ -14,9 +14,19 @@ from jinja2 import TemplateError
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, masking_utils
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+    masking_utils,
+)
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from scalewise.compat import hugging_face
 
@@ -56,6 +66,19 @@ def test_block_class_names_are_those_of_the_layers() -> None:
     assert hugging_face.block_class_names(model) == {type(model.model.layers[0]).__name__}
     model._no_split_modules = None
     assert hugging_face.block_class_names(model) == set()
+
+
+def test_expert_gate_is_that_of_the_experts() -> None:
+    """Mixtral's is SwiGLU; those of GPT-OSS are clamped."""
+    hidden = 100 * torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    mixtral = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2))
+    gate, up = hidden.chunk(2, dim=-1)
+    torch.testing.assert_close(
+        hugging_face.apply_expert_gate(mixtral, hidden), functional.silu(gate) * up
+    )
+    gpt_oss = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=2))
+    clamped = hugging_face.apply_expert_gate(gpt_oss, hidden)
+    assert clamped.abs().max() <= 7 * 8 < (gate * up).abs().max()
 
 
 def test_unexpected_key_patterns_are_those_that_loading_ignores() -> None:

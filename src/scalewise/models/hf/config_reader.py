@@ -71,7 +71,7 @@ def read_config(path: str, depth: int | None) -> PretrainedConfig:
             tokens = applies is missing and all(name.endswith("_token_id") for name in missing)
             fix = "add it to config.json" if tokens else f"choose a causal language model{LIKE}"
             if "output_router_logits" in reason:
-                fix = "set output_router_logits=false in its config.json"
+                fix = "change output_router_logits to false in its config.json"
             raise ConfigError.for_key(KEY, path, reason, fix)
     if depth is not None:
         text.num_hidden_layers = depth

@@ -178,7 +178,7 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
         spec: Configuration of the model.
         folder: Folder to write.
     """
-    module = _build_meta(spec, StageSlice(range(spec.layers)))
+    module = _meta_module(spec, StageSlice(range(spec.layers)))
     tensors = dict[str, Tensor]()
     for name, _ in module.base_parameters():
         hf_name, tensor = module.hf_name(name), state[name].detach()
@@ -223,7 +223,11 @@ def _vision_tower_tensors(
 
 
 @build.build_meta.register(HuggingFaceConfig)
-def _build_meta(config: HuggingFaceConfig, stage: StageSlice) -> CausalLMModule:
+def _build_meta(config: HuggingFaceConfig, stage: StageSlice) -> ModelModule:
+    return _meta_module(config, stage)
+
+
+def _meta_module(config: HuggingFaceConfig, stage: StageSlice) -> CausalLMModule:
     module = introspection.build_meta_module(config.path, config.depth, stage)
     names = [name for name in module.original_buffers if name.endswith(PRETRAINED_BUFFERS)]
     if names and config.init is InitKind.weights:
