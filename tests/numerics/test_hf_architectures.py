@@ -18,10 +18,13 @@ from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import BATCHES, SGD, assert_same_training
 from fixtures.rejections import assert_rejected, rejection_issues
 from fixtures.strategies import STRATEGIES, TINY_DECODER
+from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional as F
 
 from scalewise import compose
+from scalewise.commands.run_arguments import load_trained
+from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
 from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.base import StageSlice
@@ -244,6 +247,31 @@ def test_hf_tensor_parallel_architecture_equals_one_device(
     )
 
 
+@EXHAUSTIVE
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning",  # PEFT reads it
+    "ignore:The following .*_pattern keys:RuntimeWarning",  # PEFT adds some for experts
+)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "qwen2_5_vl"])
+def test_hf_architecture_exports_an_adapter_that_peft_loads(
+    family: str, hf_architecture: ArchitectureFolders, run_job: JobRunner
+) -> None:
+    """PEFT's logits equal those of the merged export, which differ from the base model's."""
+    folder = hf_architecture(family)
+    run = run_job.without_defaults(*training_overrides(folder, "adapter=lora", "adapter.rank=4"))
+    for kind in (AdapterExport.alone, AdapterExport.merged):
+        hf_export.write_export(load_trained(run.path), run.path / kind, kind)
+    base, merged = (
+        load_transformers(family, path).eval() for path in (folder, run.path / "merged")
+    )
+    tokens = random_tokens()
+    with torch.no_grad():
+        initial, expected = base(tokens).logits, merged(tokens).logits
+        actual = PeftModel.from_pretrained(base, run.path / "alone").eval()(tokens).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - initial).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("option", EQUAL_BLOCKS_ONLY)
 def test_hf_unequal_blocks_reject_options(
     option: str, hf_architecture: ArchitectureFolders
@@ -255,14 +283,15 @@ def test_hf_unequal_blocks_reject_options(
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "fix"),
+    ("overrides", "key", "fix"),
     [
-        ("precision=fp8", "precision", "precision=bf16_mixed"),
-        ("quantization=qat_int4", "quantization", "quantization=none"),
+        (("precision=fp8",), "precision", "precision=bf16_mixed"),
+        (("quantization=qat_int4",), "quantization", "quantization=none"),
+        (("quantization=nf4", "adapter=lora"), "quantization", "quantization=none"),
     ],
 )
 def test_hf_experts_reject_formats_that_leave_them_out(
-    override: str, key: str, fix: str, hf_architecture: ArchitectureFolders
+    overrides: tuple[str, ...], key: str, fix: str, hf_architecture: ArchitectureFolders
 ) -> None:
-    overrides = ["model=hf", f"model.path={hf_architecture('mixtral')}", *SYNTHETIC, override]
-    assert_rejected(overrides, key, "the experts of mixtral", fix)
+    model = ["model=hf", f"model.path={hf_architecture('mixtral')}", *SYNTHETIC]
+    assert_rejected([*model, *overrides], key, "the experts of mixtral", fix)

@@ -132,6 +132,8 @@ def _peft_targets(config: HuggingFaceConfig, adapter: str) -> tuple[str, ...]:
         tuple(name for name, _ in config.info.linear_layers),
     )
     targets = (name for name in names if any(f".{name}".endswith(f".{end}") for end in suffixes))
+    if config.has_experts:  # PEFT takes the names of feedforward layers for those of experts
+        names = tuple(name for name in names if "att" in name) or names
     return tuple(targets) or names
 
 

@@ -101,7 +101,8 @@ def read_info(config: ModelConfig) -> ModelInfo:
 def peft_targets(config: ModelConfig, adapter: str) -> tuple[str, ...]:
     """Linear layers of a block that PEFT adapts by default, by name within it.
 
-    ``adapter`` is ``LORA`` or ``IA3``. If PEFT has no default for the model, all linear layers.
+    ``adapter`` is ``LORA`` or ``IA3``. If PEFT has no default for the model, all linear layers; of
+    a model with experts, those of attention.
     """
     raise not_registered(peft_targets, config)
 
