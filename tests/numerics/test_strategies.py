@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import BATCHES, ReferenceRun, assert_same_training, train_strategy
-from fixtures.strategies import GEMMA3, OLMO2, OPTION_PRODUCTS, SCHEDULE_PRODUCTS, STRATEGIES, marks
+from fixtures.strategies import (
+    GEMMA2,
+    GEMMA3,
+    OLMO2,
+    OPTION_PRODUCTS,
+    SCHEDULE_PRODUCTS,
+    STRATEGIES,
+    marks,
+)
 
 CI_BATCHES = ("combined",)
 EXHAUSTIVE_STRATEGIES = (
@@ -59,9 +67,9 @@ def test_strategy_equals_one_device(
     assert_same_training(run, reference_run(batch))
 
 
-ARCHITECTURES = {"gemma3": GEMMA3, "olmo2": OLMO2}
+ARCHITECTURES = {"gemma2": GEMMA2, "gemma3": GEMMA3, "olmo2": OLMO2}
 """Options of the decoder by name, on the accumulated batch of a Llama."""
-CI_ARCHITECTURES = (("gemma3", "tensor"), ("gemma3", "context_gather"))
+CI_ARCHITECTURES = (("gemma2", "shard_tensor"), ("gemma3", "tensor"), ("gemma3", "context_gather"))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("model", "embedding_multiplier"): 1.0,
     ("model", "residual_multiplier"): 1.0,
     ("model", "attention_multiplier"): None,
+    ("model", "attention_softcap"): None,
+    ("model", "logit_softcap"): None,
     ("model", "logit_divisor"): 1.0,
     ("model", "qk_norm"): "none",
     ("model", "qkv_bias"): False,

@@ -16,6 +16,7 @@ from scalewise.compat.torch import disable_dynamo, lower_right_bias
 from scalewise.models.attention_kernels import AttentionKernel, choose_backend
 from scalewise.models.attention_segments import AttentionSegments, add_window
 from scalewise.models.autocast import compute_dtype
+from scalewise.models.softcap_attention import attend_softcapped
 from scalewise.models.varlen_cpu import varlen_attention_cpu
 
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
@@ -29,6 +30,7 @@ def attend(
     segments: AttentionSegments | None = None,
     dropout: float = 0.0,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return ``attention_BTHD``, ``softmax(query key^T / sqrt(D)) value`` of the visible keys.
 
@@ -36,7 +38,13 @@ def attend(
 
     ``segments``: keys that each query attends to; None: those up to its position in its sequence.
     Keys of segments are flattened over sequences in order, so that their B and S may be any.
+
+    ``softcap``: bound of the scores, without dropout; None: they have none.
     """
+    if softcap is not None:
+        assert not dropout
+        tensors = query_BTHD, key_BSKD, value_BSKD
+        return attend_softcapped(*tensors, segments, window, softcap)
     segments = add_window(segments, window, query_BTHD, key_BSKD)
     dtype, device = compute_dtype(query_BTHD), query_BTHD.device
     heads, key_heads, head_size = query_BTHD.shape[2], key_BSKD.shape[2], query_BTHD.shape[3]

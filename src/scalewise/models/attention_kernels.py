@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -11,6 +12,8 @@ FLASH_MAX_HEAD_SIZE = 256
 """Features per head that flash attention on CUDA supports."""
 FLASH_HEAD_MULTIPLE = 8
 """Divisor of the features per head in flash attention of segments."""
+SOFTCAP_QUERIES = 256
+"""Queries of a sequence whose soft-capped scores exist at a time."""
 MEASURED_TOKENS, MEASURED_HEAD_SIZE = 4096, 128
 """Shape of the attention that ``calibrate`` measures."""
 DIAGONAL_TOKENS = 384
@@ -36,6 +39,8 @@ class AttentionKernel(Enum):
     """Segments on the CPU, by its flash kernel."""
     segments = auto()
     """``scaled_dot_product_attention`` of each segment: dropout, and fp32 on CUDA."""
+    softcap = auto()
+    """Matmuls of ``softcap_attention.py``: soft-capped scores, which no kernel of torch has."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,19 @@ class AttentionBackend:
     """
 
 
+@dataclass(frozen=True)
+class SoftcapTile:
+    """Queries of a segment whose soft-capped scores exist at a time, and all keys that they see."""
+
+    queries: slice
+    """Queries, in tokens of all segments."""
+    keys: slice
+    """Keys, in tokens of all segments; the last one is at the position of the last query."""
+    window_start: int
+    """Column of the first key in the window of the first query; negative if the tile starts later,
+    and at most 0."""
+
+
 def choose_backend(
     device_type: str,
     element_bytes: int,
@@ -62,6 +80,7 @@ def choose_backend(
     dropout: float = 0.0,
     has_segments: bool = False,
     has_flash: bool = True,
+    has_softcap: bool = False,
 ) -> AttentionBackend:
     """Return the backend of causal attention.
 
@@ -74,7 +93,10 @@ def choose_backend(
         dropout: Dropout probability of the attention weights.
         has_segments: Whether attention is not simply causal within whole sequences.
         has_flash: Whether the CUDA device supports flash attention (compute capability 8.0).
+        has_softcap: Whether the scores are soft-capped.
     """
+    if has_softcap:
+        return AttentionBackend(AttentionKernel.softcap, expands_keys=False)
     on_cuda = device_type == "cuda"
     uses_flash = has_flash and element_bytes == HALF and head_size <= FLASH_MAX_HEAD_SIZE
     if not has_segments:
@@ -102,3 +124,21 @@ def causal_rate_share(keys: int, head_size: int) -> float:
     measured = MEASURED_TOKENS / (MEASURED_TOKENS + DIAGONAL_TOKENS)
     by_head = SMALL_HEAD_SHARE if head_size < MEASURED_HEAD_SIZE else 1.0
     return by_length / measured * by_head
+
+
+def iter_softcap_tiles(
+    query_lengths: Sequence[int], key_lengths: Sequence[int], window: int | None
+) -> Iterator[SoftcapTile]:
+    """Yield the tiles of segments, as in ``AttentionSegments``."""
+    first_query = first_key = 0
+    for queries, keys in zip(query_lengths, key_lengths, strict=True):
+        for start in range(0, queries, SOFTCAP_QUERIES):
+            stop = min(start + SOFTCAP_QUERIES, queries)
+            earliest = 0 if window is None else start + keys - queries - window + 1
+            begin = max(0, earliest)
+            yield SoftcapTile(
+                slice(first_query + start, first_query + stop),
+                slice(first_key + begin, first_key + stop + keys - queries),
+                earliest - begin if window is not None else -keys,
+            )
+        first_query, first_key = first_query + queries, first_key + keys

@@ -77,6 +77,7 @@ class UlyssesAttention(nn.Module):
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """``attention_BTHD`` of this rank's tokens."""
         sharding = self.sharding
@@ -90,7 +91,7 @@ class UlyssesAttention(nn.Module):
             for x in (query_BTHD, key_BTKD, value_BTKD)
         )
         dropout = self.dropout if self.training else 0.0
-        attention = attend(query, key, value, segments, dropout, window)
+        attention = attend(query, key, value, segments, dropout, window, softcap)
         ordered = attention[:, sharding.order_T]
         return all_to_all_dims(ordered, 1, 2, sharding.group)
 
@@ -109,6 +110,7 @@ class AllGatherAttention(nn.Module):
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """``attention_BTHD`` of this rank's tokens, one chunk of a sequence at a time."""
         sharding = self.sharding
@@ -137,6 +139,7 @@ class AllGatherAttention(nn.Module):
                         value_SKD[None],
                         chunk_segments,
                         self.dropout if self.training else 0.0,
+                        softcap=softcap,
                     )[0]
                 )
         return torch.cat(outputs).view(query_BTHD.shape)

@@ -10,7 +10,7 @@ from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.hf_families import LLAMA_OPTIONS
+from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat, Precision

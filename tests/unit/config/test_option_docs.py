@@ -37,9 +37,17 @@ PRIVATE_WORDS = re.compile(
 )
 """Private words for which PyTorch, Lightning and Hydra have terms."""
 DIMENSIONLESS = {
-    *("alpha", "answers", "attention_multiplier", "attention_share", "aux_loss", "balance_rate"),
+    *(
+        "alpha",
+        "answers",
+        "attention_multiplier",
+        "attention_share",
+        "attention_softcap",
+        "aux_loss",
+        "balance_rate",
+    ),
     *("bandwidth_share", "batches_per_step", "beta", "beta1", "embedding_multiplier", "experts"),
-    *("experts_per_token", "learning_rate", "logit_divisor", "perturbation"),
+    *("experts_per_token", "learning_rate", "logit_divisor", "logit_softcap", "perturbation"),
     *("residual_multiplier", "rope_attention_factor", "rope_local_theta", "router_z_loss"),
     *("shared_experts",),
     *(

@@ -11,6 +11,7 @@ from fixtures.decoder_configs import ENUMS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
@@ -31,7 +32,8 @@ from scalewise.models.build import build_model
 from scalewise.models.decoder import hf_config_check
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.hf_config_json import read_fields
-from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE, GPT2_ALIASES, SILU, TANH_GELU
+from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE
+from scalewise.models.decoder.hf_names import GPT2_ALIASES, SILU, TANH_GELU
 from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind
 from scalewise.models.decoder.state_dict_adapter import to_hf_state_dict
 
@@ -121,6 +123,15 @@ def write_config(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) 
         (LLAMA, LlamaConfig(**SIZES, rope_parameters=DYNAMIC), [USE_HF_MODEL]),
         (LLAMA, MistralConfig(**SIZES, sliding_window=16), ["window=16"]),
         (LLAMA, Olmo2Config(**SIZES), ["qk_norm=projection", "norm_placement=post"]),
+        (
+            dataclasses.replace(LLAMA, window=16, attention_softcap=50.0),
+            Gemma2Config(**SIZES, head_dim=8, sliding_window=16),
+            [
+                *("norm=zero_centered_rmsnorm", "activation=geglu", "norm_placement=sandwich"),
+                *("global_every=2", "embedding_multiplier=5.656854249492381"),
+                *("logit_softcap=30.0", "attention_multiplier=0.0625"),
+            ],
+        ),
         (LLAMA, GraniteConfig(**SIZES), ["attention_multiplier=1.0"]),
         (LLAMA, SmolLM3Config(**SIZES), ["rope_theta=2000000.0"]),
         (
@@ -187,6 +198,7 @@ CLASSES = {
     "olmo2": Olmo2Config,
     "granite": GraniteConfig,
     "smollm3": SmolLM3Config,
+    "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
     "gpt2": GPT2Config,
 }
@@ -256,6 +268,11 @@ EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"pad_token_id": None, "no_rope_layers": [1, 0]}),
     ("gemma3_text", {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2}),
     ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 16}),
+    ("gemma2", {"head_dim": 8, "sliding_window": 4}),
+    ("gemma2", {"head_dim": 8, "sliding_window": 64, "query_pre_attn_scalar": 16}),
+    ("gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+    ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("gpt2", {}),
     ("gpt2", {"activation_function": "gelu_fast"}),
     ("gpt2", {"reorder_and_upcast_attn": True}),
@@ -279,6 +296,7 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"attention_bias": True}),
     ("smollm3", {"pad_token_id": None, "no_rope_layers": [0, 1]}),
     ("gemma3_text", {"head_dim": 8, "final_logit_softcapping": 30.0}),
+    ("gemma2", {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]}),
     ("gpt2", {"activation_function": "relu"}),
     ("gpt2", {"activation_function": "gelu"}),
     ("gpt2", {"scale_attn_weights": False}),

@@ -95,8 +95,12 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     """Factor of sublayer outputs before they are added to the residual stream."""
     attention_multiplier: float | None = None
     """Factor of attention scores; null: ``1 / sqrt(head_width)``."""
+    attention_softcap: float | None = None
+    """Bound of attention scores, ``cap * tanh(score / cap)`` (Gemma 2: 50); null: no bound."""
     logit_divisor: float = 1.0
     """Divisor of the logits."""
+    logit_softcap: float | None = None
+    """Bound of the logits, ``cap * tanh(logit / cap)`` (Gemma 2: 30); null: no bound."""
     norm_epsilon: float = 1e-5
     """Constant added to the variance before its root is taken."""
     dropout: float = 0.0
@@ -130,6 +134,11 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     def attention_scale(self) -> float:
         """Factor of attention scores."""
         return self.attention_multiplier or 1 / sqrt(self.head_size)
+
+    @property
+    def feature_divisor(self) -> float:
+        """Divisor of the features that the head reads: that of the logits, and their bound."""
+        return self.logit_divisor * (self.logit_softcap or 1.0)
 
     @property
     def has_gate(self) -> bool:
@@ -185,15 +194,15 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
         def within(count: int | None, limit: int) -> int | None:
             return None if count is None or count > limit else count
 
+        has_local_rope = self.rope_local_theta is not None
+        window = self.window if has_local_rope else within(self.window, self.context - 1)
         return {
             **vars(self),
             "kv_heads": self.key_heads,
             "head_width": self.head_size,
             "expert_dim": self.hidden_dim,
             "attention_multiplier": self.attention_scale,
-            "window": self.window
-            if self.rope_local_theta is not None
-            else within(self.window, self.context - 1),
-            "global_every": within(self.global_every, self.layers),
+            "window": window,
+            "global_every": None if window is None else within(self.global_every, self.layers),
             "no_rope_every": within(self.no_rope_every, self.layers),
         }

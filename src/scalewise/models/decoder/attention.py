@@ -28,6 +28,7 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.head_size, self.window = spec.head_size, spec.layer_window(layer)
+        self.softcap = spec.attention_softcap
         self.query_factor = spec.attention_scale * sqrt(spec.head_size)
         qkv_bias = spec.bias or spec.qkv_bias
         self.query = nn.Linear(spec.width, spec.query_width, bias=qkv_bias)
@@ -52,7 +53,9 @@ class SelfAttention(nn.Module):
         if rope_2TD is not None:
             query_BTHD = apply_rope(query_BTHD, rope_2TD)
             key_BTKD = apply_rope(key_BTKD, rope_2TD)
-        attention_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, segments, self.window)
+        attention_BTHD = self.mix(
+            query_BTHD, key_BTKD, value_BTKD, segments, self.window, self.softcap
+        )
         return cast(Tensor, self.output(attention_BTHD.flatten(-2)))
 
     def _split_heads(self, features_BTA: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -80,10 +83,11 @@ class CausalAttention(nn.Module):
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return ``attention_BTHD``; without segments each sequence is one."""
         dropout = self.dropout if self.training else 0.0
-        return attend(query_BTHD, key_BTKD, value_BTKD, segments, dropout, window)
+        return attend(query_BTHD, key_BTKD, value_BTKD, segments, dropout, window, softcap)
 
 
 class PrefixAttention(CausalAttention):
@@ -104,10 +108,11 @@ class PrefixAttention(CausalAttention):
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return ``attention_BTHD``; the segments include the trained keys."""
         key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
-        return super().forward(query_BTHD, key_BSKD, value_BSKD, segments, window)
+        return super().forward(query_BTHD, key_BSKD, value_BSKD, segments, window, softcap)
 
 
 class PrefixVectors(nn.Module):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from scalewise.models.attention_kernels import AttentionKernel, causal_rate_share, choose_backend
-from scalewise.models.decoder.adapter_ops import AdapterOps
+from scalewise.models.decoder.softcap_ops import SoftcapOps
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import OpWork
 
 
-class AttentionOps(AdapterOps):
+class AttentionOps(SoftcapOps):
     """Adds attention and its rotary position embedding to an operator graph."""
 
     def add_attention(self, query: int, key: int, value: int) -> int:
@@ -31,6 +31,7 @@ class AttentionOps(AdapterOps):
             or forward_spec.prefix_tokens > 0
             or gathers
             or (spec.window is not None and spec.window < total_keys),
+            has_softcap=spec.attention_softcap is not None,
         )
         groups = spec.heads // spec.key_heads if backend.expands_keys else 1
         if forward_spec.prefix_tokens:
@@ -63,6 +64,8 @@ class AttentionOps(AdapterOps):
         ):  # each text has a copy of the prefix; their number is unknown
             copies = (graph.add_op(OpWork.pointwise, (x,), graph.sizes[x]) for x in reads[1:])
             reads = (query, *copies)
+        if backend.kernel is AttentionKernel.softcap:
+            return self._add_context_output(self.add_softcap_attention(reads, total_keys))
         is_fused = not (spec.dropout and forward_spec.on_cpu)
         # A causal kernel skips half of the scores of the tokens, and none of those of the prefix.
         keys = spec.mean_keys(total_keys) + forward_spec.prefix_tokens
@@ -90,6 +93,11 @@ class AttentionOps(AdapterOps):
             mixed = self._add_unfused_attention(reads, total_keys, flops)
         if backend.kernel is AttentionKernel.segments and not gathers:
             mixed = graph.add_op(OpWork.pointwise, (mixed,), graph.sizes[mixed])
+        return self._add_context_output(mixed)
+
+    def _add_context_output(self, mixed: int) -> int:
+        """Add what context-parallel ranks do with the outputs of attention."""
+        forward_spec, graph = self.forward_spec, self.graph
         if forward_spec.context_ranks == 1:
             return mixed
         if forward_spec.gathers_keys:  # concatenates the outputs of the two chunks

@@ -35,6 +35,8 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         "residual_multiplier",
         "attention_multiplier",
         "logit_divisor",
+        "attention_softcap",
+        "logit_softcap",
     ]
     values = {name: getattr(spec, name) for name in positive}
     invalid = [name for name, value in values.items() if value is not None and value <= 0]
@@ -48,6 +50,9 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         yield from spec.validate_experts()
     if not 0 <= spec.dropout < 1:
         yield _issue(spec, "dropout", "is not in [0, 1)", "set model.dropout=0")
+    elif spec.dropout and spec.attention_softcap is not None:
+        reason = "is not supported with model.attention_softcap, whose weights have no dropout"
+        yield _issue(spec, "dropout", reason, "set model.dropout=0")
     is_ordered = 0 < spec.rope_low_frequency < spec.rope_high_frequency
     if spec.rope_scaling and not (
         is_ordered and min(spec.rope_factor, spec.rope_original_context) >= 1

@@ -10,7 +10,8 @@ from typing import Any
 from scalewise import regular_files
 from scalewise.errors import ConfigIssue, format_value
 from scalewise.models.decoder.hf_config_json import ROPE_PARAMETERS, read_fields, rope_table
-from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE, LLAMA_OPTIONS, HFFamily, is_equal
+from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE, HFFamily, is_equal
+from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
 from scalewise.typed_override import format_override
 
 KEY = "model.weights"
@@ -40,7 +41,7 @@ IGNORED_KEYS = frozenset(
         *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript"),
         *("tf_legacy_loss", "chunk_size_feed_forward", "gradient_checkpointing", "use_bfloat16"),
         *("is_decoder", "pretraining_tp", "reorder_and_upcast_attn"),
-        *("keys_to_ignore_at_inference",),
+        *("keys_to_ignore_at_inference", "cache_implementation"),
         # Sequence lengths and heads of other tasks.
         *("n_ctx", "max_position_embeddings", "model_max_length", "max_sequence_length"),
         *("max_window_layers",),  # without effect if use_sliding_window is false
@@ -108,7 +109,7 @@ def config_issues(fields: Mapping[str, Any], context: int, weights: str) -> Iter
         yield ConfigIssue(KEY, weights, reason, use_hf)
     window, has_local_rope = expected.get("window"), expected.get("rope_local_theta") is not None
     if window is not None and window >= context and not has_local_rope:
-        expected["window"] = None  # it has no effect
+        expected |= dict.fromkeys(expected.keys() & {"window", "global_every"})  # without effect
     for name, value in expected.items():
         if not is_equal(actual := fields[name], value):
             key, reason = (

@@ -7,7 +7,8 @@ from math import sqrt
 from typing import Any
 
 from scalewise.models.decoder.architecture import DecoderArchitecture
-from scalewise.models.decoder.hf_families import LLAMA_OPTIONS, HFFamily
+from scalewise.models.decoder.hf_families import HFFamily
+from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
 
 REQUIRED = object()
 """Mark of a key without default."""
@@ -61,7 +62,7 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     implied = {"kv_heads": heads, "head_width": width // heads}
     fields |= {name: fields[name] or implied[name] for name in fields.keys() & implied}
     options = {**LLAMA_OPTIONS, **family.options}
-    if family.model_type == "gemma3_text":
+    if family.is_gemma:
         options["embedding_multiplier"] = sqrt(width)
         fields["attention_multiplier"] = 1 / sqrt(values["query_pre_attn_scalar"])
         tables = config.get("rope_parameters") or {}
@@ -70,6 +71,8 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("layer_types"):
             is_global = [kind != "sliding_attention" for kind in config["layer_types"]]
             fields["global_every"] = _interval(is_global, "layer_types")
+        if fields["global_every"] == 1 and "rope_local_theta" not in family.keys:
+            fields |= {"window": None, "global_every": None}
     if config.get("no_rope_layers"):
         skips = [not has_rope for has_rope in config["no_rope_layers"]]
         fields["no_rope_every"] = _interval(skips, "no_rope_layers")
@@ -110,10 +113,12 @@ def write_config(family: HFFamily, spec: DecoderArchitecture) -> dict[str, Any]:
     }
     if family.has_conv1d:
         return config | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout)
-    if family.model_type == "gemma3_text":
+    if family.is_gemma:
         config |= {"query_pre_attn_scalar": round(spec.attention_scale**-2)}
-        if spec.global_every is None:
-            config |= {"layer_types": ["sliding_attention"] * spec.layers}
+        windows = [fields["window"] and spec.layer_window(layer) for layer in range(spec.layers)]
+        config |= {
+            "layer_types": ["sliding_attention" if it else "full_attention" for it in windows]
+        }
     if "no_rope_every" in family.keys:
         config |= {"no_rope_layers": [int(spec.has_rope(layer)) for layer in range(spec.layers)]}
     parameters = ROPE_PARAMETERS[spec.rope_method.value].items()

@@ -163,12 +163,15 @@ class DecoderModule(ModelModule):
         """Return ``logits_BTV`` of normalized features."""
         assert self.head is not None
         head: Callable[..., Tensor] = self.head if hooks else self.head.forward
-        if self.spec.logit_divisor != 1.0:
-            x_BTW = x_BTW / self.spec.logit_divisor
+        softcap = self.spec.logit_softcap
+        if self.spec.feature_divisor != 1.0:
+            x_BTW = x_BTW / self.spec.feature_divisor
+        weights: list[Tensor] = []
         if self.spec.tied:
             assert self.embedding is not None
-            return head(x_BTW, self.embedding.weight)
-        return head(x_BTW)
+            weights = [self.embedding.weight]
+        logits_BTV = head(x_BTW, *weights)
+        return logits_BTV if softcap is None else logits_BTV.tanh() * softcap
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

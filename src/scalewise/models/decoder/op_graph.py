@@ -121,14 +121,19 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
                 (features,),
                 forward_spec.num_tokens * spec.width * forward_spec.residual_element_bytes,
             )
-        if spec.logit_divisor != 1.0:
+        if spec.feature_divisor != 1.0:
             features = self.graph.add_op(OpWork.pointwise, (features,), self.graph.sizes[features])
         if 0 < forward_spec.loss_chunk < forward_spec.num_tokens:
             self._add_chunked_loss(features)
         else:
-            self.add_adapted_linear(
+            logits = self.add_adapted_linear(
                 "head", features, spec.width, spec.output_size // forward_spec.tensor_ranks
             )
+            if spec.logit_softcap is not None:
+                gathers = not forward_spec.loss_parallel
+                size = self.graph.sizes[logits] * (forward_spec.tensor_ranks if gathers else 1)
+                tanh = self.graph.add_op(OpWork.pointwise, (logits,), size, saves_output=True)
+                self.graph.add_op(OpWork.pointwise, (tanh,), size)
 
     @property
     def _residual_bytes(self) -> int:
@@ -197,6 +202,12 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
             sum(count(operator) for operator in loss_ops.operators)
             for count in (loss_ops.forward_bytes, loss_ops.backward_bytes)
         ]
+        if spec.logit_softcap is not None:  # backward reads the tanh of the logits
+            tanh = low_precision_logits or logits
+            loss_backward += tanh
+            loss_forward += tanh * forward_spec.loss_in_forward
+            tanh_traffic = tanh * forward_spec.num_tokens // chunk
+            loss_traffic = [loss_traffic[0] + 4 * tanh_traffic, loss_traffic[1] + 5 * tanh_traffic]
         # Each chunk but the first adds its weight gradient: cast, then sum and addend are read.
         gradient_traffic = (-(-forward_spec.num_tokens // chunk) - 1) * (
             (weight_cast * trains + gradient) * forward_spec.autocast + 3 * gradient

@@ -1,0 +1,123 @@
+"""Names in Hugging Face's decoders: keys of config.json with their defaults, and torch modules."""
+
+from __future__ import annotations
+
+LLAMA_OPTIONS: dict[str, object] = {
+    "position": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": "none",
+    "experts": None,
+    "shared_experts": 0,
+    "router_score": "softmax",
+    "norm_topk": True,
+    "balance_rate": 0.0,
+    "norm_placement": "pre",
+    "window": None,
+    "global_every": None,
+    "rope_local_theta": None,
+    "no_rope_every": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logit_divisor": 1.0,
+    "attention_softcap": None,
+    "logit_softcap": None,
+}
+"""Options of the decoder that not every family has, with their values in Llama."""
+LLAMA_KEYS = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "feedforward": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+}
+EXPERT_KEYS = {
+    **{name: key for name, key in LLAMA_KEYS.items() if name != "feedforward"},
+    "experts_per_token": "num_experts_per_tok",
+}
+NO_HEAD_WIDTH = {name: key for name, key in LLAMA_KEYS.items() if name != "head_width"}
+GPT2_KEYS = {
+    "vocabulary": "vocab_size",
+    "width": "n_embd",
+    "layers": "n_layer",
+    "feedforward": "n_inner",
+    "heads": "n_head",
+    "norm_epsilon": "layer_norm_epsilon",
+    "context": "n_positions",
+}
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other names of GPT-2's keys (``GPT2Config.attribute_map``)."""
+LLAMA_DEFAULTS = {"vocab_size": 32000, "num_hidden_layers": 32, "rms_norm_eps": 1e-6}
+QWEN_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+}
+SILU, TANH_GELU = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_multiplier",
+    "logit_divisor": "logits_scaling",
+}
+NO_BIAS = dict.fromkeys(("attention_bias", "mlp_bias"), (False,))
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feedforward_norm": "post_attention_layernorm",
+    "feedforward.gate": "mlp.gate_proj",
+    "feedforward.up": "mlp.up_proj",
+    "feedforward.down": "mlp.down_proj",
+}
+MIXTRAL_NAMES = {
+    **LLAMA_NAMES,
+    "feedforward.router": "block_sparse_moe.gate",
+    "feedforward.experts.gate": "block_sparse_moe.experts.{expert}.w1",
+    "feedforward.experts.up": "block_sparse_moe.experts.{expert}.w3",
+    "feedforward.experts.down": "block_sparse_moe.experts.{expert}.w2",
+}
+QWEN_MOE_NAMES = {
+    **LLAMA_NAMES,
+    "feedforward.router": "mlp.gate",
+    **{
+        f"feedforward.experts.{name}": f"mlp.experts.{{expert}}.{name}_proj"
+        for name in ("gate", "up", "down")
+    },
+}
+POST_NORM_NAMES = {
+    **LLAMA_NAMES,
+    "attention_post_norm": "post_attention_layernorm",
+    "feedforward_norm": "pre_feedforward_layernorm",
+    "feedforward_post_norm": "post_feedforward_layernorm",
+}
+GPT2_NAMES = {
+    "embedding": "transformer.wte",
+    "position": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "attention_norm": "ln_1",
+    "attention.query": "attn.c_attn",
+    "attention.key": "attn.c_attn",
+    "attention.value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "feedforward_norm": "ln_2",
+    "feedforward.up": "mlp.c_fc",
+    "feedforward.down": "mlp.c_proj",
+}
