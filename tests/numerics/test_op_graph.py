@@ -20,6 +20,7 @@ from scalewise.models.decoder.kinds import (
     NormPlacement,
     PositionKind,
     QKNorm,
+    Residual,
 )
 from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork, Recompute, build_op_graphs
@@ -69,6 +70,15 @@ SPECS["gemma3"] = replace(
 )
 SPECS["softcap"] = replace(SPECS["llama"], attention_softcap=2.0)
 SPECS["gemma2"] = replace(SPECS["gemma3"], qk_norm=QKNorm.none, attention_softcap=50.0)
+SPECS["gpt_neox"] = replace(
+    SPECS["llama"],
+    norm=NormKind.layernorm,
+    activation=ActivationKind.gelu_exact,
+    bias=True,
+    residual=Residual.parallel,
+    rotary_fraction=0.25,
+)
+SPECS["phi"] = replace(SPECS["gpt_neox"], residual=Residual.parallel_one_norm, head_bias=True)
 ELEMENT_BYTES = {
     "fp32": (4, 4, 4),
     "bf16_mixed": (4, 2, 4),

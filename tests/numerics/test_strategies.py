@@ -10,8 +10,10 @@ from fixtures.reference_runs import BATCHES, ReferenceRun, assert_same_training,
 from fixtures.strategies import (
     GEMMA2,
     GEMMA3,
+    GPT_NEOX,
     OLMO2,
     OPTION_PRODUCTS,
+    PHI,
     SCHEDULE_PRODUCTS,
     STRATEGIES,
     marks,
@@ -67,9 +69,16 @@ def test_strategy_equals_one_device(
     assert_same_training(run, reference_run(batch))
 
 
-ARCHITECTURES = {"gemma2": GEMMA2, "gemma3": GEMMA3, "olmo2": OLMO2}
+ARCHITECTURES = {
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gpt_neox": GPT_NEOX,
+    "olmo2": OLMO2,
+    "phi": PHI,
+}
 """Options of the decoder by name, on the accumulated batch of a Llama."""
 CI_ARCHITECTURES = (("gemma2", "shard_tensor"), ("gemma3", "tensor"), ("gemma3", "context_gather"))
+CI_ARCHITECTURES += (("phi", "shard_tensor"),)
 
 
 @pytest.mark.parametrize(

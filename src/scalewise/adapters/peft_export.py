@@ -67,7 +67,7 @@ def export_adapter(
     if full_modules:
         config.modules_to_save = sorted(full_modules)
     if isinstance(config, LoraConfig):  # IA3Config has no such option
-        config.ensure_weight_tying = model.tied and "lm_head" in full_modules
+        config.ensure_weight_tying = model.tied and find_family(model).head in full_modules
     prefix = "" if isinstance(adapter, VirtualTokenAdapterConfig) else PEFT_PREFIX
     named_tensors = {f"{prefix}{name}": tensor for name, tensor in (tensors | full_tensors).items()}
     save_adapter(
@@ -190,7 +190,7 @@ def _ia3_tensors(
             torch.ones(len(state[name]), 1) if scale is None else scale
             for name, scale in zip(mapping.names, scales, strict=True)
         ]
-        tensors[f"{hf_name}.ia3_l"] = torch.cat(joined_scales)
+        tensors[f"{hf_name}.ia3_l"] = mapping.interleave_rows(torch.cat(joined_scales))
         if len(joined_scales[0]) == 1:
             scaled_inputs.add(_short_name(hf_name))
     config = IA3Config(
@@ -208,10 +208,10 @@ def _fully_trained_tensors(
     trained, tensors = adapter.fully_trained_modules(model), {}
     for mapping in iter_tensor_mappings(model):
         if any(module_name(name) in trained for name in mapping.names):
-            tensor = torch.cat([state[name] for name in mapping.names])
+            tensor = mapping.interleave_rows(torch.cat([state[name] for name in mapping.names]))
             tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
             if mapping.names[0] in model.tied_weights:
-                tensors["lm_head.weight"] = tensor.clone()
+                tensors[f"{find_family(model).head}.weight"] = tensor.clone()
     return tensors
 
 
@@ -229,7 +229,7 @@ def _joined_lora(
         up[first_row : first_row + rows[index], first_column : first_column + rank] = state[
             adapter_weight_name(name, "B")
         ]
-    return {"A": down, "B": up}
+    return {"A": down, "B": mapping.interleave_rows(up)}
 
 
 def _joined_magnitudes(mapping: TensorMapping, state: Mapping[str, Tensor]) -> Tensor:
@@ -241,7 +241,7 @@ def _joined_magnitudes(mapping: TensorMapping, state: Mapping[str, Tensor]) -> T
         )
         for name in mapping.names
     ]
-    return torch.cat(magnitudes)
+    return mapping.interleave_rows(torch.cat(magnitudes))
 
 
 def _short_name(module_name: str) -> str:

@@ -105,6 +105,11 @@ _GEMMA2 = (
     *("model.activation=geglu", "model.window=32", "model.global_every=2"),
     *("model.attention_softcap=50.0", "model.logit_softcap=30.0"),
 )
+_PHI = (
+    *("model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.tied=false"),
+    *("model.residual=parallel_one_norm", "model.rotary_fraction=0.5", "model.head_bias=true"),
+)
+_GPT_NEOX = (*_PHI, "model.residual=parallel", "model.head_bias=false")
 _IN_BACKWARD = (
     "optimizer.in_backward=true",
     "trainer.clip_norm=null",
@@ -135,6 +140,7 @@ TRAINED: tuple[Overrides, ...] = (
     PACKING,
     (*_GEMMA3, FULL),
     (*_GEMMA2, *PACKING),
+    _PHI,
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
     fsdp_overrides(2, *_IN_BACKWARD),
@@ -177,6 +183,22 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     (*_GEMMA2, "parallelism=context"),
     (*_GEMMA2, "parallelism=context", "parallelism.attention=gather"),
     (*_GEMMA2, *_pipeline_overrides("one_f_one_b")),
+    _GPT_NEOX,
+    (*_GPT_NEOX, MIXED, SELECTIVE),
+    (*_GPT_NEOX, LORA),
+    (*_GPT_NEOX, COMPILED),
+    (*_GPT_NEOX, *_TENSOR),
+    (*_PHI, MIXED),
+    (*_PHI, FULL),
+    (*_PHI, LORA),
+    (*_PHI, DROPOUT),
+    (*_PHI, COMPILED),
+    (*_PHI, *_CHUNKED, "model.tied=false"),
+    (*_PHI, *_CHUNKED, MIXED),
+    (*_PHI, *_TENSOR),
+    (*_PHI, *_TENSOR, "parallelism.sequence_parallel=false"),
+    fsdp_overrides(2, *_PHI, *WEIGHTS),
+    (*_PHI, *_pipeline_overrides("one_f_one_b")),
     (EMA, LORA),
     (*_ZERO1, *WEIGHTS),
     (*_ZERO2, *WEIGHTS, "trainer.global_batch=4"),

@@ -29,6 +29,7 @@ from scalewise.adapters.prompt_config import (
 from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_families import find_family
 from scalewise.models.decoder.state_dict_adapter import (
     TensorMapping,
     iter_tensor_mappings,
@@ -40,7 +41,7 @@ from scalewise.run_files import read_json
 KEY = "adapter.resume"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROMPT = "prompt_embeddings"
-HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"
+EMBEDDING = "embedding.weight"
 PARTS = {
     "lora_A.default.weight": "lora_A.weight",
     "lora_B.default.weight": "lora_B.weight",
@@ -75,6 +76,7 @@ class PeftFolder:
             for mapping in iter_tensor_mappings(model)
             for base_name in mapping.names
         }
+        self.head_name = f"{find_family(model).head}.weight"
         self.row_counts = {weight.name: weight.shape[0] for weight in model.weight_census()}
         self.layers = {
             weight.name: target_modules.layer_name(weight) for weight in model.weight_census()
@@ -96,9 +98,9 @@ class PeftFolder:
 
     def has_tied_head(self, embedding: Tensor) -> bool:
         """Whether the head is the trained ``embedding``."""
-        if HEAD not in self.names:
+        if self.head_name not in self.names:
             return bool(self.config.get("ensure_weight_tying"))
-        return torch.equal(self.read(HEAD), embedding)
+        return torch.equal(self.read(self.head_name), embedding)
 
     def locate_weight(self, name: str) -> tuple[str, str, str]:
         """Base weight of a trained weight, suffix of the added part, and name in the file."""
@@ -130,6 +132,8 @@ class PeftFolder:
             tensor = tensor.T
         if len(mapping.names) == 1:
             return tensor
+        if len(tensor) == sum(self.row_counts[joined_name] for joined_name in mapping.names):
+            tensor = mapping.group_rows(tensor)
         row_counts = [self.row_counts[joined_name] for joined_name in mapping.names]
         top = sum(row_counts[: mapping.names.index(base_name)])
         rows = slice(top, top + self.row_counts[base_name])
@@ -265,8 +269,8 @@ def shape_issues(
             reason = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
             yield ConfigIssue(KEY, path, reason, fix)
             return
-    if folder.model.tied and HEAD in folder.names:
-        used_names.add(HEAD)
+    if folder.model.tied and folder.head_name in folder.names:
+        used_names.add(folder.head_name)
     if (
         folder.model.tied
         and tensors.get(EMBEDDING) is not None

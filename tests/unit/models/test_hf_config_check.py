@@ -14,12 +14,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     OPTConfig,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -70,6 +72,9 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 OTHER_ROPE_THETA = {"rope_type": "default", "rope_theta": 5e5}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+NEOX_SIZES = {
+    key: size for key, size in SIZES.items() if key not in ("num_key_value_heads", "rms_norm_eps")
+}
 CONFIG_OF_OLD_VERSION = {"model_type": "llama", **SIZES}
 """Format of transformers before version 5."""
 EIGHT_HEADS = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -200,6 +205,8 @@ CLASSES = {
     "smollm3": SmolLM3Config,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "gpt_neox": GPTNeoXConfig,
+    "phi": PhiConfig,
     "gpt2": GPT2Config,
 }
 
@@ -273,6 +280,12 @@ EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
     ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gpt_neox", {}),
+    ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 50.0, "layer_norm_eps": 1e-2}),
+    ("gpt_neox", {"tie_word_embeddings": True}),
+    ("phi", {}),
+    ("phi", {"partial_rotary_factor": 1.0, "rope_theta": 50.0}),
+    ("phi", {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.25}),
     ("gpt2", {}),
     ("gpt2", {"activation_function": "gelu_fast"}),
     ("gpt2", {"reorder_and_upcast_attn": True}),
@@ -297,6 +310,11 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"pad_token_id": None, "no_rope_layers": [0, 1]}),
     ("gemma3_text", {"head_dim": 8, "final_logit_softcapping": 30.0}),
     ("gemma2", {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("gpt_neox", {"attention_bias": False}),
+    ("gpt_neox", {"hidden_act": "gelu_new"}),
+    ("phi", {"qk_layernorm": True}),
+    ("phi", {"hidden_act": "gelu"}),
     ("gpt2", {"activation_function": "relu"}),
     ("gpt2", {"activation_function": "gelu"}),
     ("gpt2", {"scale_attn_weights": False}),
@@ -313,7 +331,7 @@ def test_config_is_rejected_or_gives_equal_logits(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """Applies suggested values of decoder options until none remains."""
-    sizes = GPT2_SIZES if kind == "gpt2" else SIZES
+    sizes = {"gpt2": GPT2_SIZES, "gpt_neox": NEOX_SIZES, "phi": NEOX_SIZES}.get(kind, SIZES)
     config = AutoConfig.for_model(kind, **sizes | more, bos_token_id=0, eos_token_id=0)
     with torch.random.fork_rng():
         torch.manual_seed(3)

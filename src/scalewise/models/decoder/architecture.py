@@ -13,6 +13,7 @@ from scalewise.models.decoder.kinds import (
     NormPlacement,
     PositionKind,
     QKNorm,
+    Residual,
     RopeScaling,
 )
 from scalewise.models.decoder.moe_config import ExpertsConfig
@@ -46,6 +47,8 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     """Normalization layer of sublayers and before the head."""
     norm_placement: NormPlacement = NormPlacement.pre
     """Position of the norms of a block."""
+    residual: Residual = Residual.sequential
+    """Input of the sublayers of a block."""
     position: PositionKind = PositionKind.rope
     """Position encoding."""
     activation: ActivationKind = ActivationKind.swiglu
@@ -54,6 +57,8 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     """Whether LayerNorm and all linear layers except the head have biases."""
     qkv_bias: bool = False
     """Whether the projections of queries, keys and values have biases, whatever ``bias``."""
+    head_bias: bool = False
+    """Whether the head has a bias (Phi)."""
     qk_norm: QKNorm = QKNorm.none
     """RMSNorm of queries and keys, before their rotary positions."""
     tied: bool = False
@@ -62,6 +67,9 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     """Number of outputs of the head; null: the vocabulary size."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths, which range from 2 pi to about 2 pi theta positions."""
+    rotary_fraction: float = 1.0
+    """Fraction of the features of a head that have rotary positions, the first ones (GPT-NeoX:
+    0.25)."""
     rope_scaling: bool = False
     """Whether wavelengths are stretched; the six fields below are its parameters."""
     rope_method: RopeScaling = RopeScaling.llama3
@@ -116,6 +124,11 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
         return self.head_width or self.width // self.heads
 
     @property
+    def rotary_size(self) -> int:
+        """Features per head that have rotary positions."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
     def key_heads(self) -> int:
         """Number of key (and value) heads per block."""
         return self.heads if self.kv_heads is None else self.kv_heads
@@ -143,7 +156,7 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     @property
     def has_gate(self) -> bool:
         """Whether the feedforward multiplies two projections."""
-        return self.activation is not ActivationKind.gelu
+        return self.activation in (ActivationKind.swiglu, ActivationKind.geglu)
 
     def layer_window(self, layer: int) -> int | None:
         """Return the window of a layer; None: it attends to all tokens before."""

@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.head_size, self.window = spec.head_size, spec.layer_window(layer)
-        self.softcap = spec.attention_softcap
+        self.softcap, self.rotary_size = spec.attention_softcap, spec.rotary_size
         self.query_factor = spec.attention_scale * sqrt(spec.head_size)
         qkv_bias = spec.bias or spec.qkv_bias
         self.query = nn.Linear(spec.width, spec.query_width, bias=qkv_bias)
@@ -51,8 +51,8 @@ class SelfAttention(nn.Module):
         if self.query_factor != 1.0:
             query_BTHD = query_BTHD * self.query_factor
         if rope_2TD is not None:
-            query_BTHD = apply_rope(query_BTHD, rope_2TD)
-            key_BTKD = apply_rope(key_BTKD, rope_2TD)
+            query_BTHD = apply_rope(query_BTHD, rope_2TD, self.rotary_size)
+            key_BTKD = apply_rope(key_BTKD, rope_2TD, self.rotary_size)
         attention_BTHD = self.mix(
             query_BTHD, key_BTKD, value_BTKD, segments, self.window, self.softcap
         )
@@ -128,30 +128,34 @@ class PrefixVectors(nn.Module):
         return torch.cat((prefix_PKD.expand(len(x_BTKD), -1, -1, -1), x_BTKD), dim=1)
 
 
-def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
-    """Rotate the feature pairs (i, i + D/2) of each head by the angle of their position.
+def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor, rotary_size: int) -> Tensor:
+    """Rotate the feature pairs (i, i + R/2) of each head by the angle of their position.
+
+    R is ``rotary_size``; the table leaves the other features unchanged.
 
     ``(a, b) -> (a cos - b sin, b cos + a sin)``, with the signs in the table. The result has the
     dtype of ``x_BTHD``. Source: Su et al. 2021, RoFormer, with the feature pairs of Hugging Face's
     Llama.
     """
     cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
-    first, second = x_BTHD.chunk(2, -1)
-    swapped_BTHD = torch.cat((second, first), -1)  # TorchInductor does not vectorize a roll
+    half, others = rotary_size // 2, x_BTHD.shape[-1] - rotary_size
+    first, second, *rest = x_BTHD.split((half, half, *([others] if others else [])), -1)
+    swapped_BTHD = torch.cat((second, first, *rest), -1)  # TorchInductor does not vectorize a roll
     return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
 
 
 def build_rope_table(spec: DecoderConfig, theta: float, *, scales: bool) -> Tensor:
     """Return cosines and signed sines as a float32 CPU tensor ``(2, context, D)``.
 
-    Pair i turns by ``theta^(-2i / D)`` radians per token. If ``scales``, wavelengths longer than
+    Pair i turns by ``theta^(-2i / R)`` radians per token, R = ``rotary_size``; features from R on
+    do not turn. If ``scales``, wavelengths longer than
     ``original / low`` tokens are multiplied by the factor, and those shorter than ``original /
     high`` stay unchanged. Between them the two frequencies are interpolated linearly in ``original
     / wavelength`` (Llama 3.1, Hugging Face's ``rope_type: llama3``), or linearly in i (YaRN), which
     also multiplies cosines and sines.
     """
     with torch.device("cpu"):
-        exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float32) / spec.head_size
+        exponents = torch.arange(0, spec.rotary_size, 2, dtype=torch.float32) / spec.rotary_size
         positions_T = torch.arange(spec.context, dtype=torch.float32)
     frequencies = 1.0 / theta**exponents
     factor = 1.0
@@ -163,7 +167,7 @@ def build_rope_table(spec: DecoderConfig, theta: float, *, scales: bool) -> Tens
         elif spec.rope_method is RopeScaling.yarn:
             factor = spec.rope_attention_factor or 0.1 * log(spec.rope_factor) + 1
             first, last = (_pair_of_turns(spec, theta, turns) for turns in (high, low))
-            first, last = max(floor(first), 0), min(ceil(last), spec.head_size - 1)
+            first, last = max(floor(first), 0), min(ceil(last), spec.rotary_size - 1)
             pairs = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
             unscaled = 1 - ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
         else:
@@ -171,9 +175,10 @@ def build_rope_table(spec: DecoderConfig, theta: float, *, scales: bool) -> Tens
         frequencies = frequencies * (unscaled + (1 - unscaled) / spec.rope_factor)
     angles = torch.outer(positions_T, frequencies)
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+    rest = torch.ones(spec.context, spec.head_size - spec.rotary_size, device="cpu")
+    return torch.stack((torch.cat((cos, cos, rest), -1), torch.cat((-sin, sin, 0 * rest), -1)))
 
 
 def _pair_of_turns(spec: DecoderConfig, theta: float, turns: float) -> float:
     """Return the feature pair that turns so often within the original context."""
-    return spec.head_size * log(spec.rope_original_context / (turns * 2 * pi)) / (2 * log(theta))
+    return spec.rotary_size * log(spec.rope_original_context / (turns * 2 * pi)) / (2 * log(theta))

@@ -14,6 +14,7 @@ from scalewise.models.decoder.kinds import (
     NormKind,
     PositionKind,
     QKNorm,
+    Residual,
 )
 from scalewise.models.decoder.moe_config import EXPERT_MATRICES
 from scalewise.registry import register_option
@@ -83,6 +84,8 @@ class DecoderConfig(DecoderArchitecture):
         """Names of the norms of the residual stream in a block."""
         names = {"before": "norm", "after": "post_norm"}
         sides = self.norm_placement.sides
+        if self.residual is Residual.parallel_one_norm:
+            return ("attention_norm",)
         return tuple(f"{part}_{names[it]}" for part in ("attention", "feedforward") for it in sides)
 
     def weight_census(self) -> tuple[Weight, ...]:
@@ -116,6 +119,8 @@ class DecoderConfig(DecoderArchitecture):
         yield from self._norm("norm", None)
         if not self.tied:
             yield Weight("head.weight", (self.output_size, self.width), "head")
+        if self.head_bias:
+            yield Weight("head.bias", (self.output_size,), "bias")
 
     def _expert_weights(self, block: str, layer: int) -> Iterator[Weight]:
         width, hidden, experts = self.width, self.hidden_dim, self.routed_experts

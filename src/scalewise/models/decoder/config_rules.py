@@ -8,7 +8,7 @@ from pathlib import Path
 from scalewise.errors import ConfigIssue
 from scalewise.models.decoder.architecture import DecoderArchitecture
 from scalewise.models.decoder.hf_config_check import config_issues
-from scalewise.models.decoder.kinds import ActivationKind, PositionKind
+from scalewise.models.decoder.kinds import ActivationKind, NormPlacement, PositionKind, Residual
 from scalewise.typed_override import format_override
 
 
@@ -37,6 +37,7 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         "logit_divisor",
         "attention_softcap",
         "logit_softcap",
+        "rotary_fraction",
     ]
     values = {name: getattr(spec, name) for name in positive}
     invalid = [name for name, value in values.items() if value is not None and value <= 0]
@@ -83,6 +84,20 @@ def _shape_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         if getattr(spec, name) is not None and spec.window is None:
             reason = "requires model.window, the window of the other layers"
             yield _issue(spec, name, reason, f"set model.{name}=null")
+    if spec.rotary_fraction > 1:
+        yield _issue(spec, "rotary_fraction", "is not in (0, 1]", "set model.rotary_fraction=1.0")
+    elif spec.rotary_fraction < 1 and (spec.rotary_size < 2 or spec.rotary_size % 2):
+        reason = f"has to give an even number of features, not {spec.rotary_size}"
+        fraction = 2 * max(1, spec.rotary_size // 2) / spec.head_size
+        fix = f"set model.rotary_fraction={fraction}"
+        yield _issue(spec, "rotary_fraction", reason, fix)
+    is_parallel = spec.residual is not Residual.sequential
+    if is_parallel and spec.norm_placement is not NormPlacement.pre:
+        reason = "requires model.norm_placement=pre, a norm before the sublayers"
+        yield _issue(spec, "residual", reason, "set model.residual=sequential")
+    if spec.head_bias and (spec.tied or spec.classes is not None):
+        reason = "requires a head of its own (model.tied=false model.classes=null)"
+        yield _issue(spec, "head_bias", reason, "set model.head_bias=false")
     if spec.position is PositionKind.rope and spec.head_size % 2:
         reason = f"rotary position embedding requires an even head width, not {spec.head_size}"
         fix = f"set model.head_width={spec.head_size + 1}"

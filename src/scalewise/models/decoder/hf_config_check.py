@@ -63,6 +63,7 @@ ROPE_TABLE_KEYS = frozenset(
     (
         *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
         *("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+        "partial_rotary_factor",
     )
 )
 """Keys of the rotary table that are compared."""
@@ -102,6 +103,8 @@ def config_issues(fields: Mapping[str, Any], context: int, weights: str) -> Iter
         yield ConfigIssue(KEY, weights, reason, f"{use_hf}, or choose a model of this type")
         return
     yield from _other_operator_issues(config, family, weights, use_hf)
+    if fields["classes"]:
+        expected["head_bias"] = False  # of a new head
     rope_type = expected.pop("rope_type", "default")
     if rope_type not in ("default", *ROPE_PARAMETERS):
         reason = f"has rope_type={rope_type} in its config.json, "
@@ -124,6 +127,8 @@ def _other_operator_issues(
 ) -> Iterator[ConfigIssue]:
     """Yield keys with which transformers computes something else; unknown keys may be such keys."""
     fixed, rope = {**family.fixed, **FIXED_FOR_ALL}, rope_table(config)
+    if "rotary_fraction" in family.keys:
+        del fixed["partial_rotary_factor"]
     config_keys = IGNORED_KEYS.union(family.keys.values(), compared_keys(family))
     for table, compared in ((config, config_keys), (rope, ROPE_TABLE_KEYS)):
         for key, value in table.items():

@@ -81,6 +81,9 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope_table(config)
     theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    fields.setdefault("kv_heads", heads)
+    if "rotary_fraction" in family.keys and "partial_rotary_factor" in rope:
+        fields["rotary_fraction"] = rope["partial_rotary_factor"]
     fields |= {
         "rope_theta": float(theta) if isinstance(theta, int) else theta,
         "rope_scaling": rope_type in ROPE_PARAMETERS,
@@ -121,6 +124,8 @@ def write_config(family: HFFamily, spec: DecoderArchitecture) -> dict[str, Any]:
         }
     if "no_rope_every" in family.keys:
         config |= {"no_rope_layers": [int(spec.has_rope(layer)) for layer in range(spec.layers)]}
+    if "rotary_emb_base" in family.aliases:
+        config |= {"rotary_emb_base": spec.rope_theta}
     parameters = ROPE_PARAMETERS[spec.rope_method.value].items()
     scaling = {"rope_type": spec.rope_method.value} | {
         key: fields[name] for name, (key, _) in parameters if fields[name] is not None

@@ -17,6 +17,8 @@ from scalewise.models.decoder.hf_names import (
     GPT2_ALIASES,
     GPT2_KEYS,
     GPT2_NAMES,
+    GPT_NEOX_KEYS,
+    GPT_NEOX_NAMES,
     GRANITE_MULTIPLIERS,
     LLAMA_DEFAULTS,
     LLAMA_KEYS,
@@ -25,6 +27,8 @@ from scalewise.models.decoder.hf_names import (
     MIXTRAL_NAMES,
     NO_BIAS,
     NO_HEAD_WIDTH,
+    PHI_KEYS,
+    PHI_NAMES,
     POST_NORM_NAMES,
     QWEN_DEFAULTS,
     QWEN_MOE_NAMES,
@@ -60,6 +64,10 @@ class HFFamily:
     index of an expert."""
     blocks: str = "model.layers"
     """Name of the list of blocks."""
+    head: str = "lm_head"
+    """Name of the head of a language model in files; in memory it may be ``lm_head``."""
+    interleaves_heads: bool = False
+    """Whether queries, keys and values are one matrix with the rows of each head together."""
     has_conv1d: bool = False
     """Whether the weights of linear layers are stored transposed, as GPT-2's ``Conv1D``."""
 
@@ -78,6 +86,8 @@ class HFFamily:
         if self.is_gemma:
             implied["embedding_multiplier"] = sqrt(spec.width)
         required = {**LLAMA_OPTIONS, **self.options, **implied}
+        if spec.classes:  # a new head
+            required["head_bias"] = False
         return {name: value for name, value in required.items() if name not in self.keys}
 
     def issues(self, spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
@@ -287,6 +297,46 @@ FAMILIES = (
             "use_bidirectional_attention": (False,),
         },
         names=POST_NORM_NAMES,
+    ),
+    HFFamily(
+        "phi",
+        "Phi",
+        {
+            "norm": "layernorm",
+            "activation": "gelu",
+            "bias": True,
+            "residual": "parallel_one_norm",
+            "head_bias": True,
+        },
+        PHI_KEYS,
+        {
+            "vocab_size": 51200,
+            "num_hidden_layers": 24,
+            "intermediate_size": 8192,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        fixed={"hidden_act": TANH_GELU, "qk_layernorm": (False,)},
+        names=PHI_NAMES,
+    ),
+    HFFamily(
+        "gpt_neox",
+        "GPTNeoX",
+        {"norm": "layernorm", "activation": "gelu_exact", "bias": True, "residual": "parallel"},
+        GPT_NEOX_KEYS,
+        {
+            "vocab_size": 50432,
+            "num_hidden_layers": 44,
+            "intermediate_size": 24576,
+            "layer_norm_eps": 1e-5,
+            "rotary_pct": 0.25,
+        },
+        {"rotary_emb_base": "rope_theta"},
+        {"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)},
+        GPT_NEOX_NAMES,
+        "gpt_neox.layers",
+        "embed_out",
+        interleaves_heads=True,
     ),
     HFFamily(
         "gpt2",

@@ -15,6 +15,9 @@ LLAMA_OPTIONS: dict[str, object] = {
     "norm_topk": True,
     "balance_rate": 0.0,
     "norm_placement": "pre",
+    "residual": "sequential",
+    "head_bias": False,
+    "rotary_fraction": 1.0,
     "window": None,
     "global_every": None,
     "rope_local_theta": None,
@@ -120,4 +123,39 @@ GPT2_NAMES = {
     "feedforward_norm": "ln_2",
     "feedforward.up": "mlp.c_fc",
     "feedforward.down": "mlp.c_proj",
+}
+GPT_NEOX_KEYS = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "feedforward": "intermediate_size",
+    "heads": "num_attention_heads",
+    "norm_epsilon": "layer_norm_eps",
+    "rotary_fraction": "rotary_pct",
+}
+PHI_KEYS = {
+    **GPT_NEOX_KEYS,
+    "kv_heads": "num_key_value_heads",
+    "rotary_fraction": "partial_rotary_factor",
+}
+GPT_NEOX_NAMES = {
+    "embedding": "gpt_neox.embed_in",
+    "norm": "gpt_neox.final_layer_norm",
+    "attention_norm": "input_layernorm",
+    **dict.fromkeys(
+        ("attention.query", "attention.key", "attention.value"), "attention.query_key_value"
+    ),
+    "attention.output": "attention.dense",
+    "feedforward_norm": "post_attention_layernorm",
+    "feedforward.up": "mlp.dense_h_to_4h",
+    "feedforward.down": "mlp.dense_4h_to_h",
+}
+PHI_NAMES = {
+    **{name: hf_name for name, hf_name in LLAMA_NAMES.items() if name.startswith("attention.")},
+    "embedding": "model.embed_tokens",
+    "norm": "model.final_layernorm",
+    "attention_norm": "input_layernorm",
+    "attention.output": "self_attn.dense",
+    "feedforward.up": "mlp.fc1",
+    "feedforward.down": "mlp.fc2",
 }

@@ -34,6 +34,8 @@ class ActivationKind(StrEnum):
     """``GELU(gate) * up`` with the tanh approximation (Gemma)."""
     gelu = "gelu"
     """GELU with the tanh approximation."""
+    gelu_exact = "gelu_exact"
+    """GELU by the error function (GPT-NeoX)."""
 
 
 class QKNorm(StrEnum):
@@ -61,6 +63,18 @@ class NormPlacement(StrEnum):
     def sides(self) -> tuple[str, ...]:
         """Sides of a sublayer that have a norm: ``before``, ``after`` or both."""
         return {"pre": ("before",), "post": ("after",)}.get(self.value, ("before", "after"))
+
+
+class Residual(StrEnum):
+    """Input of the sublayers of a block."""
+
+    sequential = "sequential"
+    """The feedforward reads the residual stream after attention."""
+    parallel = "parallel"
+    """Attention and feedforward read the same residual stream, each through its own norm
+    (GPT-NeoX)."""
+    parallel_one_norm = "parallel_one_norm"
+    """Attention and feedforward read the same normalized residual stream (Phi)."""
 
 
 class RopeScaling(StrEnum):

@@ -25,7 +25,7 @@ from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.attention import PrefixAttention, SelfAttention, build_rope_table
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, Residual
 from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
 from scalewise.models.decoder.norms import build_norm
 
@@ -233,10 +233,12 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.dropout, self.multiplier = spec.dropout, spec.residual_multiplier
         has_norm = {side: side in spec.norm_placement.sides for side in ("before", "after")}
+        self.residual = spec.residual
         self.attention_norm = build_norm(spec) if has_norm["before"] else nn.Identity()
         self.attention = SelfAttention(spec, layer)
         self.attention_post_norm = build_norm(spec) if has_norm["after"] else nn.Identity()
-        self.feedforward_norm = build_norm(spec) if has_norm["before"] else nn.Identity()
+        has_feedforward_norm = "feedforward_norm" in spec.block_norms
+        self.feedforward_norm = build_norm(spec) if has_feedforward_norm else nn.Identity()
         self.feedforward = build_feedforward(spec)
         self.feedforward_post_norm = build_norm(spec) if has_norm["after"] else nn.Identity()
 
@@ -247,12 +249,24 @@ class TransformerBlock(nn.Module):
         segments: AttentionSegments | None = None,
     ) -> Tensor:
         """Return the residual stream after this layer."""
+        if self.residual is not Residual.sequential:
+            return self._parallel(x_BTW, rope_2TD, segments)
         x_BTW = x_BTW + self._scale(
             self.attention_post_norm(self.attention(self.attention_norm(x_BTW), rope_2TD, segments))
         )
         return x_BTW + self._scale(
             self.feedforward_post_norm(self.feedforward(self.feedforward_norm(x_BTW)))
         )
+
+    def _parallel(
+        self, x_BTW: Tensor, rope_2TD: Tensor | None, segments: AttentionSegments | None
+    ) -> Tensor:
+        """Return the residual stream if both sublayers read that before the layer."""
+        normed_BTW = self.attention_norm(x_BTW)
+        attended_BTW = x_BTW + self._scale(self.attention(normed_BTW, rope_2TD, segments))
+        if self.residual is Residual.parallel:
+            normed_BTW = self.feedforward_norm(x_BTW)
+        return attended_BTW + self._scale(self.feedforward(normed_BTW))
 
     def _scale(self, branch_BTW: Tensor) -> Tensor:
         branch_BTW = F.dropout(branch_BTW, self.dropout, self.training)
@@ -289,16 +303,17 @@ class GatedFeedForward(nn.Module):
 
 
 class GELUFeedForward(nn.Module):
-    """GELU feedforward: ``x_BTW -> down(GELU(up(x)))``, with the tanh approximation of GPT-2."""
+    """GELU feedforward: ``x_BTW -> down(GELU(up(x)))``, exact or with a tanh (GPT-2)."""
 
     def __init__(self, spec: DecoderConfig) -> None:
         super().__init__()
+        self.approximate = "none" if spec.activation is ActivationKind.gelu_exact else "tanh"
         self.up = nn.Linear(spec.width, spec.feedforward, bias=spec.bias)
         self.down = nn.Linear(spec.feedforward, spec.width, bias=spec.bias)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Return ``x_BTW``."""
-        return cast(Tensor, self.down(F.gelu(self.up(x_BTW), approximate="tanh")))
+        return cast(Tensor, self.down(F.gelu(self.up(x_BTW), approximate=self.approximate)))
 
 
 class TiedHead(nn.Module):
@@ -311,4 +326,4 @@ class TiedHead(nn.Module):
 
 def build_head(spec: DecoderConfig) -> nn.Module:
     """Return the output head."""
-    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.output_size, bias=False)
+    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.output_size, spec.head_bias)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scalewise.models.decoder.attention_ops import AttentionOps
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import PositionKind, QKNorm
+from scalewise.models.decoder.kinds import PositionKind, QKNorm, Residual
 from scalewise.models.decoder.moe_ops import ExpertOps
 from scalewise.models.decoder.norm_ops import NormOps
 from scalewise.models.linear_ops import FP32
@@ -94,6 +94,13 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
     def add_block(self, *, input_requires_grad: bool = True) -> None:
         """Add one block; ``input_requires_grad``: whether anything before it is trained."""
         x = self.graph.add_tensor(self._residual_bytes, requires_grad=input_requires_grad)
+        if self.spec.residual is not Residual.sequential:
+            normed = self.add_norm("attention_norm", x)
+            attended = self._add_residual(x, self._add_attention_sublayer(normed))
+            if self.spec.residual is Residual.parallel:
+                normed = self.add_norm("feedforward_norm", x)
+            self._add_residual(attended, self._add_feedforward_sublayer(normed))
+            return
         for name, add_sublayer in (
             ("attention", self._add_attention_sublayer),
             ("feedforward", self._add_feedforward_sublayer),
@@ -127,7 +134,11 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
             self._add_chunked_loss(features)
         else:
             logits = self.add_adapted_linear(
-                "head", features, spec.width, spec.output_size // forward_spec.tensor_ranks
+                "head",
+                features,
+                spec.width,
+                spec.output_size // forward_spec.tensor_ranks,
+                bias=spec.head_bias,
             )
             if spec.logit_softcap is not None:
                 gathers = not forward_spec.loss_parallel

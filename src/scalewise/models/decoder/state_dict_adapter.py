@@ -7,6 +7,7 @@ pickle file is read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,10 @@ from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_
 KEY = "model.weights"
 WEIGHTS_FIX = "save the model with safetensors and set model.weights to its folder"
 
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+BUFFERS = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    *(".attention.bias", ".attention.masked_bias"),
+)
 """Suffixes of buffers in old checkpoints, which are ignored."""
 
 
@@ -44,6 +48,21 @@ class TensorMapping:
     """Whether the tensor is stored as (features in, features out), as in GPT-2's ``Conv1D``."""
     expert: int | None = None
     """Index of the expert whose rows of the parameter it has; None: all rows."""
+    heads: int | None = None
+    """Number of heads whose rows of all parameters are next to each other, as in GPT-NeoX; None:
+    the rows of each parameter are."""
+
+    def interleave_rows(self, tensor: Tensor) -> Tensor:
+        """Return concatenated parameters in the order of the rows of the Hugging Face tensor."""
+        if self.heads is None:
+            return tensor
+        return tensor.unflatten(0, (len(self.names), self.heads, -1)).transpose(0, 1).flatten(0, 2)
+
+    def group_rows(self, tensor: Tensor) -> Tensor:
+        """Return a Hugging Face tensor with the rows of each parameter next to each other."""
+        if self.heads is None:
+            return tensor
+        return tensor.unflatten(0, (self.heads, len(self.names), -1)).transpose(0, 1).flatten(0, 2)
 
 
 def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
@@ -54,7 +73,7 @@ def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
     for weight in spec.weight_census():
         module, kind = weight.name.rsplit(".", 1)
         if module == "head":
-            hf_module = "score" if spec.classes else "lm_head"
+            hf_module = "score" if spec.classes else family.head
         elif weight.layer is None:
             hf_module = family.names[module]
         else:
@@ -69,7 +88,9 @@ def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
         names.setdefault(f"{hf_module}.{kind}", []).append(weight.name)
     for hf_name, concatenated in names.items():
         is_linear = hf_name.endswith(".weight") and (".attn." in hf_name or ".mlp." in hf_name)
-        yield TensorMapping(hf_name, tuple(concatenated), family.has_conv1d and is_linear)
+        heads = spec.heads if family.interleaves_heads and len(concatenated) > 1 else None
+        transposed = family.has_conv1d and is_linear
+        yield TensorMapping(hf_name, tuple(concatenated), transposed, heads=heads)
     yield from experts
 
 
@@ -103,8 +124,11 @@ def _collect_parts(
     tensors: Mapping[str, Tensor], spec: DecoderConfig, source: object
 ) -> dict[str, list[Tensor]]:
     """Return the tensors whose concatenation is each parameter: one, or one per expert."""
+    head_module = find_family(spec).head
     unexpected = {
-        strip_prefix(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)
+        re.sub(r"^lm_head\b", head_module, strip_prefix(name)): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(BUFFERS)
     }
     shapes = {weight.name: weight.shape for weight in spec.weight_census()}
     parts: dict[str, list[Tensor]] = {}
@@ -120,26 +144,29 @@ def _collect_parts(
         sizes = [shapes[name][0] // num_experts for name in mapping.names]
         expected = (sum(sizes), *shapes[mapping.names[0]][1:])
         if tuple(tensor.shape) == expected:
-            for name, part in zip(mapping.names, torch.split(tensor, sizes), strict=True):
+            grouped = torch.split(mapping.group_rows(tensor), sizes)
+            for name, part in zip(mapping.names, grouped, strict=True):
                 parts.setdefault(name, []).append(part)
         else:
             misshapen.append(f"{mapping.hf_name} {tuple(tensor.shape)}, not {expected}")
     if spec.classes:  # a new head replaces the head of a language model
-        unexpected.pop("lm_head.weight", None)
+        for kind in ("weight", "bias"):
+            unexpected.pop(f"{head_module}.{kind}", None)
         missing = [name for name in missing if name != "score.weight"]
-    head = unexpected.pop("lm_head.weight", None) if spec.tied else None
+    head_name = f"{head_module}.weight"
+    head = unexpected.pop(head_name, None) if spec.tied else None
     embedding = parts.get("embedding.weight")
     is_untied = head is not None and embedding and not torch.equal(head, embedding[0])
 
     use_other = "set model=NAME of the checkpoint's architecture"
     untie, tie = "set model.tied=false", "set model.tied=true"
     problems = (
-        ("has no tensor", missing, tie if missing == ["lm_head.weight"] else use_other),
+        ("has no tensor", missing, tie if missing == [head_name] else use_other),
         ("has a tensor that the model does not have:", list(unexpected), use_other),
         ("has a tensor of another shape:", misshapen, use_other),
         (
             "has a head that differs from the embedding:",
-            ["lm_head.weight"] * bool(is_untied),
+            [head_name] * bool(is_untied),
             untie,
         ),
     )
@@ -155,7 +182,7 @@ def _collect_parts(
 
 def strip_prefix(name: str) -> str:
     """Return a Hugging Face name without the prefix of the model class."""
-    return name.removeprefix("model.").removeprefix("transformer.")
+    return name.removeprefix("model.").removeprefix("transformer.").removeprefix("gpt_neox.")
 
 
 def _other_tensors(names: Sequence[str]) -> str:
@@ -177,7 +204,7 @@ def to_hf_state_dict(
     tensors = {}
     for mapping in iter_tensor_mappings(spec):
         sources = [state[name].detach() for name in mapping.names]
-        tensor = _concatenate(sources)
+        tensor = mapping.interleave_rows(_concatenate(sources))
         if mapping.expert is not None:  # a copy: tensors of a file cannot share memory
             tensor = tensor.unflatten(0, (spec.routed_experts, -1))[mapping.expert].clone()
         tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
