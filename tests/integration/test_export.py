@@ -76,6 +76,11 @@ GPT2 = (
     "model.activation=gelu",
     "model.bias=true",
 )
+GPT_NEOX = (
+    *("model.norm=layernorm", "model.activation=gelu_exact", "model.bias=true"),
+    *("model.residual=parallel", "model.rotary_fraction=0.5", "model.tied=false"),
+    "model.kv_heads=null",
+)
 CASES = {
     "lora": ("adapter=lora", *ALL_TARGETS),
     "rslora": ("adapter=rslora", *ALL_TARGETS),
@@ -98,6 +103,14 @@ CASES = {
     "fused, rslora": ("adapter=rslora", *ALL_TARGETS, *GPT2),
     "fused, dora": ("adapter=dora", "adapter.targets=[attention.query,attention.value]", *GPT2),
     "fused, ia3": ("adapter=ia3", *GPT2),
+    "interleaved": ("adapter=lora", "adapter.targets=[attention.query]", *GPT_NEOX),
+    "interleaved, dora": ("adapter=dora", *ALL_TARGETS, *GPT_NEOX),
+    "interleaved, ia3": ("adapter=ia3", *GPT_NEOX),
+    "interleaved, trained_parameters": (
+        *("adapter=lora", "adapter.targets=[feedforward.up]"),
+        "adapter.trained=[attention.query,attention.key,attention.value,head]",
+        *GPT_NEOX,
+    ),
 }
 EXHAUSTIVE_CASES = (
     "rslora",
@@ -107,8 +120,10 @@ EXHAUSTIVE_CASES = (
     "ia3, head",
     "fused, rslora",
     "fused, dora",
+    "interleaved, dora",
+    "interleaved, trained_parameters",
 )
-"""GPT-2 has queries, keys and values in one matrix, and transposed."""
+"""GPT-2 has queries, keys and values in one matrix, and transposed; GPT-NeoX head by head."""
 
 TOKENS_BT = torch.arange(64).reshape(2, 32)
 

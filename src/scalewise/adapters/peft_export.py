@@ -67,7 +67,7 @@ def export_adapter(
     if full_modules:
         config.modules_to_save = sorted(full_modules)
     if isinstance(config, LoraConfig):  # IA3Config has no such option
-        config.ensure_weight_tying = model.tied and find_family(model).head in full_modules
+        config.ensure_weight_tying = model.tied and "lm_head" in full_modules
     prefix = "" if isinstance(adapter, VirtualTokenAdapterConfig) else PEFT_PREFIX
     named_tensors = {f"{prefix}{name}": tensor for name, tensor in (tensors | full_tensors).items()}
     save_adapter(
@@ -151,9 +151,9 @@ def _lora_tensors(
         adapted = [
             _module_name(name) for name in mapping.names if adapter_weight_name(name, "A") in state
         ]
-        if not adapted or not mapping.hf_name.endswith(".weight"):
+        if not adapted or not mapping.memory_name.endswith(".weight"):
             continue
-        hf_name = _module_name(mapping.hf_name)
+        hf_name = _module_name(mapping.memory_name)
         for part, tensor in _joined_lora(mapping, state, adapter.rank).items():
             tensors[f"{hf_name}.lora_{part}.weight"] = tensor
         if adapter.magnitudes:
@@ -183,9 +183,9 @@ def _ia3_tensors(
     scaled_inputs: set[str] = set()
     for mapping in iter_tensor_mappings(model):
         scales = [state.get(f"{_module_name(name)}.ia3_l.{DEFAULT}") for name in mapping.names]
-        if all(scale is None for scale in scales) or not mapping.hf_name.endswith(".weight"):
+        if all(scale is None for scale in scales) or not mapping.memory_name.endswith(".weight"):
             continue
-        hf_name = _module_name(mapping.hf_name)
+        hf_name = _module_name(mapping.memory_name)
         joined_scales = [
             torch.ones(len(state[name]), 1) if scale is None else scale
             for name, scale in zip(mapping.names, scales, strict=True)
@@ -209,9 +209,9 @@ def _fully_trained_tensors(
     for mapping in iter_tensor_mappings(model):
         if any(module_name(name) in trained for name in mapping.names):
             tensor = mapping.interleave_rows(torch.cat([state[name] for name in mapping.names]))
-            tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
+            tensors[mapping.memory_name] = (tensor.T if mapping.transposed else tensor).contiguous()
             if mapping.names[0] in model.tied_weights:
-                tensors[f"{find_family(model).head}.weight"] = tensor.clone()
+                tensors["lm_head.weight"] = tensor.clone()
     return tensors
 
 

@@ -29,7 +29,6 @@ from scalewise.adapters.prompt_config import (
 from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.hf_families import find_family
 from scalewise.models.decoder.state_dict_adapter import (
     TensorMapping,
     iter_tensor_mappings,
@@ -41,7 +40,7 @@ from scalewise.run_files import read_json
 KEY = "adapter.resume"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROMPT = "prompt_embeddings"
-EMBEDDING = "embedding.weight"
+HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"
 PARTS = {
     "lora_A.default.weight": "lora_A.weight",
     "lora_B.default.weight": "lora_B.weight",
@@ -76,7 +75,6 @@ class PeftFolder:
             for mapping in iter_tensor_mappings(model)
             for base_name in mapping.names
         }
-        self.head_name = f"{find_family(model).head}.weight"
         self.row_counts = {weight.name: weight.shape[0] for weight in model.weight_census()}
         self.layers = {
             weight.name: target_modules.layer_name(weight) for weight in model.weight_census()
@@ -98,19 +96,19 @@ class PeftFolder:
 
     def has_tied_head(self, embedding: Tensor) -> bool:
         """Whether the head is the trained ``embedding``."""
-        if self.head_name not in self.names:
+        if HEAD not in self.names:
             return bool(self.config.get("ensure_weight_tying"))
-        return torch.equal(self.read(self.head_name), embedding)
+        return torch.equal(self.read(HEAD), embedding)
 
     def locate_weight(self, name: str) -> tuple[str, str, str]:
         """Base weight of a trained weight, suffix of the added part, and name in the file."""
         if name == PROMPT_NAME or target_modules.module_name(name) in PREFIX_NAMES:
             return name, "", PROMPT
         if name in self.tensor_mappings:
-            return name, "", strip_prefix(self.tensor_mappings[name].hf_name)
+            return name, "", strip_prefix(self.tensor_mappings[name].memory_name)
         suffix = next(part for part in PARTS if name.endswith(f".{part}"))
         base_name = f"{name.removesuffix(suffix)}weight"
-        hf_name = strip_prefix(self.tensor_mappings[base_name].hf_name).removesuffix("weight")
+        hf_name = strip_prefix(self.tensor_mappings[base_name].memory_name).removesuffix("weight")
         return base_name, suffix, f"{hf_name}{PARTS[suffix]}"
 
     def read_weight(self, name: str, adapted_weights: list[str]) -> Tensor:
@@ -221,7 +219,7 @@ def _iter_targets(folder: PeftFolder, current_adapter: AdapterConfig) -> Iterato
         *current_adapter.scaled_layers(folder.model),
     }
     for mapping in dict.fromkeys(folder.tensor_mappings.values()):
-        prefix = strip_prefix(mapping.hf_name).removesuffix("weight")
+        prefix = strip_prefix(mapping.memory_name).removesuffix("weight")
         if any(f"{prefix}{part}" in folder.names for part in PARTS.values()):
             layers = [folder.layers[name] for name in mapping.names]
             yield from [layer for layer in layers if layer in listed] or layers
@@ -231,7 +229,7 @@ def _iter_trained_modules(folder: PeftFolder, current_adapter: AdapterConfig) ->
     """Modules whose own weights are in the file."""
     listed = current_adapter.fully_trained_modules(folder.model)
     for mapping in dict.fromkeys(folder.tensor_mappings.values()):
-        if strip_prefix(mapping.hf_name) in folder.names:
+        if strip_prefix(mapping.memory_name) in folder.names:
             modules = [target_modules.module_name(name) for name in mapping.names]
             yield from [module for module in modules if module in listed] or modules
 
@@ -269,8 +267,8 @@ def shape_issues(
             reason = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
             yield ConfigIssue(KEY, path, reason, fix)
             return
-    if folder.model.tied and folder.head_name in folder.names:
-        used_names.add(folder.head_name)
+    if folder.model.tied and HEAD in folder.names:
+        used_names.add(HEAD)
     if (
         folder.model.tied
         and tensors.get(EMBEDDING) is not None

@@ -49,6 +49,7 @@ DIMENSIONLESS = {
     *("bandwidth_share", "batches_per_step", "beta", "beta1", "embedding_multiplier", "experts"),
     *("experts_per_token", "learning_rate", "logit_divisor", "logit_softcap", "perturbation"),
     *("residual_multiplier", "rope_attention_factor", "rope_local_theta", "router_z_loss"),
+    "rotary_fraction",
     *("shared_experts",),
     *(
         "beta2",

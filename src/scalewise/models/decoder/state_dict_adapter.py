@@ -52,17 +52,24 @@ class TensorMapping:
     """Number of heads whose rows of all parameters are next to each other, as in GPT-NeoX; None:
     the rows of each parameter are."""
 
+    @property
+    def memory_name(self) -> str:
+        """Name in a model of transformers 5, which renames the head of GPT-NeoX when it loads."""
+        return re.sub(r"^embed_out\b", "lm_head", self.hf_name)
+
     def interleave_rows(self, tensor: Tensor) -> Tensor:
         """Return concatenated parameters in the order of the rows of the Hugging Face tensor."""
         if self.heads is None:
             return tensor
-        return tensor.unflatten(0, (len(self.names), self.heads, -1)).transpose(0, 1).flatten(0, 2)
+        rows: Tensor = tensor.unflatten(0, (len(self.names), self.heads, -1))
+        return rows.transpose(0, 1).flatten(0, 2)
 
     def group_rows(self, tensor: Tensor) -> Tensor:
         """Return a Hugging Face tensor with the rows of each parameter next to each other."""
         if self.heads is None:
             return tensor
-        return tensor.unflatten(0, (self.heads, len(self.names), -1)).transpose(0, 1).flatten(0, 2)
+        rows: Tensor = tensor.unflatten(0, (self.heads, len(self.names), -1))
+        return rows.transpose(0, 1).flatten(0, 2)
 
 
 def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
