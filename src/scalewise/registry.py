@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
+from scalewise.cached_hash import cache_hash
 from scalewise.renamed_targets import RENAMED_TARGETS
 
 ConfigClass = TypeVar("ConfigClass", bound=type)
@@ -23,7 +24,8 @@ def register_option(group: str, name: str) -> Callable[[ConfigClass], ConfigClas
     """Class decorator that registers a config class as ``/schema/GROUP/NAME``.
 
     Files of ``conf/GROUP/`` extend it with ``defaults: [/schema/GROUP/NAME@_here_]``.
-    Raises ``ValueError`` if the name is already taken by another class.
+    Its instances compute their hash once. Raises ``ValueError`` if the name is already taken by
+    another class.
     """
 
     def register(cls: ConfigClass) -> ConfigClass:
@@ -32,7 +34,7 @@ def register_option(group: str, name: str) -> Callable[[ConfigClass], ConfigClas
             raise ValueError(
                 f"{group}/{name}: {target_name(cls)} conflicts with {target_name(registered)}"
             )
-        return cls
+        return cache_hash(cls)
 
     return register
 

@@ -31,6 +31,7 @@ from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization.config import (
     NoQuantizationConfig,
     QuantizationConfig,
+    has_frozen_weights,
     weight_census,
     weight_census_by_kind,
 )
@@ -283,8 +284,7 @@ class RunConfig:
     @property
     def has_frozen_weights(self) -> bool:
         """Whether most parameters of the model are frozen and an adapter is trained instead."""
-        block, other = self.weight_census_by_kind()
-        return not all(weight.trainable for weight in (*block, *other))
+        return has_frozen_weights(self.quantization, self.adapter, self.model)
 
     @property
     def imports(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import ClassVar, Self
 
+from scalewise.cached_hash import cache_hash
 from scalewise.errors import ConfigIssue
 
 
@@ -36,6 +37,7 @@ class AttentionFlops(Enum):
         return causal * causal_pairs + full * full_pairs
 
 
+@cache_hash
 @dataclass(frozen=True)
 class Weight:
     """One parameter tensor of a model; a tied weight is listed once."""
@@ -126,6 +128,7 @@ class TPStyle(StrEnum):
     """Replicated linear layer that every rank applies to all tokens."""
 
 
+@cache_hash
 @dataclass(frozen=True)
 class StageSlice:
     """Consecutive layers of a model: a pipeline stage, or the full model."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from scalewise.cached_hash import cache_hash
 from scalewise.lazy_dispatch import lazy_dispatch_by, not_registered
 from scalewise.models.base import ModelConfig
 
@@ -50,6 +51,7 @@ class SavedOn(StrEnum):
     """Disk, to which they are written when they are saved, and read at their first use."""
 
 
+@cache_hash
 @dataclass(frozen=True)
 class ForwardSpec:
     """Shapes and formats of one forward pass (one micro-batch) on one rank."""
@@ -345,7 +347,7 @@ class ModelOpGraphs:
     embedding: OpGraph
     """Operators before the blocks."""
     first_block: OpGraph
-    """First block, which saves less if nothing before it is trained."""
+    """First block, which saves less if nothing before it is trained; else ``block``."""
     block: OpGraph
     """Any other block."""
     head: OpGraph
@@ -361,7 +363,7 @@ class ModelOpGraphs:
     def equal_layer(self, layer: int) -> int:
         """Return the first layer whose block has the operators and the memory of ``layer``."""
         if not self.blocks:
-            return min(layer, 1)
+            return 1 if self.first_block is self.block else min(layer, 1)
         return next(index for index, graph in enumerate(self.blocks) if graph is self.blocks[layer])
 
     @property

@@ -261,16 +261,21 @@ def model_op_graphs(
 
 
 @lru_cache(maxsize=1024)
+def _eager_op_graphs(model: ModelConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
+    return build_op_graphs(model, forward_spec)
+
+
+@lru_cache(maxsize=1024)
 def _cached_op_graphs(
     model: ModelConfig, forward_spec: ForwardSpec, full_recompute: bool
 ) -> ModelOpGraphs:
-    op_graphs = build_op_graphs(model, forward_spec)
+    op_graphs = _eager_op_graphs(model, forward_spec)
     if not forward_spec.is_compiled:
         return op_graphs
-    first_block, block = (
-        fuse(graph, full_recompute=full_recompute)
-        for graph in (op_graphs.first_block, op_graphs.block)
-    )
+    block = fuse(op_graphs.block, full_recompute=full_recompute)
+    first_block = block
+    if op_graphs.first_block is not op_graphs.block:
+        first_block = fuse(op_graphs.first_block, full_recompute=full_recompute)
     return replace(op_graphs, first_block=first_block, block=block)
 
 
@@ -307,19 +312,18 @@ def liveness_by_block(
 ) -> tuple[PartLiveness, ...]:
     """Return the memory of each block of ``stages``, in order."""
     equal_layer = model_op_graphs(model, forward_spec).equal_layer
-    return tuple(
-        block_liveness(
-            model,
-            forward_spec,
-            memory.recompute_for_layer(layer),
-            fresh_gradients,
-            saved_on,
-            step_scratch_ratio,
-            equal_layer(layer),
-        )
+    kinds = [
+        (memory.recompute_for_layer(layer), equal_layer(layer))
         for stage in stages
         for layer in stage.layers
-    )
+    ]
+    liveness = {
+        (recompute, layer): block_liveness(
+            model, forward_spec, recompute, fresh_gradients, saved_on, step_scratch_ratio, layer
+        )
+        for recompute, layer in dict.fromkeys(kinds)
+    }
+    return tuple(liveness[kind] for kind in kinds)
 
 
 def memory_of_saved_tensors(run: RunConfig) -> SavedOn:

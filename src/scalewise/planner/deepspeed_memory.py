@@ -18,8 +18,9 @@ from scalewise.planner.memory_breakdown import (
     StepPhase,
     constant_entry,
 )
-from scalewise.planner.rank_memory import RankMemory, shard_elements
+from scalewise.planner.rank_memory import RankMemory
 from scalewise.planner.rank_step import PeakPoint
+from scalewise.planner.weight_sizes import shard_elements
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 from scalewise.models.op_graph import Recompute
 from scalewise.planner.activation_liveness import bytes_before_head
@@ -14,11 +14,13 @@ from scalewise.planner.memory_breakdown import (
     FORWARD,
     FORWARD_BACKWARD,
     ROPE_PHASES,
+    MemoryBreakdown,
     MemoryEntry,
     StepPhase,
     constant_entry,
 )
 from scalewise.planner.model_state_memory import ModelStateMemory
+from scalewise.planner.rank_partition import recompute_per_layer
 from scalewise.planner.rank_step import iter_waiting_parts
 
 SAVED_TEXT = {
@@ -32,14 +34,35 @@ SAVED_TEXT = {
 class DeviceMemory(ModelStateMemory):
     """Memory entries of one rank at one point of a step."""
 
-    def iter_entries(self) -> Iterator[MemoryEntry]:
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        """Memory breakdown at this point of a step."""
+        return MemoryBreakdown(tuple(entry for entry in self._iter_entries() if entry.max_bytes))
+
+    @cached_property
+    def peak(self) -> int:
+        """Peak of the breakdown, in bytes."""
+        sums = dict(self.persistent_sums)
+        for entry in self._point_entries:
+            for phase, size in entry.bytes.items():
+                sums[phase] += size
+        if not self.peak_point.follows_forward:
+            return max(sums[phase] for phase in ALL_PHASES if phase not in FORWARD)
+        return max(sums.values())
+
+    @cached_property
+    def persistent_sums(self) -> Mapping[StepPhase, int]:
+        """Sum of the persistent entries by phase, in bytes."""
+        return MemoryBreakdown(self.persistent_entries).phases
+
+    def share_persistent_entries(self, other: DeviceMemory) -> None:
+        """Take the persistent entries of the same rank at another point of a step."""
+        self.persistent_entries = other.persistent_entries
+        self.persistent_sums = other.persistent_sums
+
+    def _iter_entries(self) -> Iterator[MemoryEntry]:
         """Yield the entries of model states, gradients, activations and temporary tensors."""
-        entries = [
-            *self.iter_state_entries(),
-            *self._activation_entries(),
-            *self._workspace_entries(),
-            *(self._pipeline_entries() if self.rank_memory.num_pipeline_micro_batches > 1 else ()),
-        ]
+        entries = (*self.persistent_entries, *self._point_entries)
         if self.peak_point.follows_forward:
             yield from entries
             return
@@ -47,28 +70,34 @@ class DeviceMemory(ModelStateMemory):
             sizes = {phase: size for phase, size in entry.bytes.items() if phase not in FORWARD}
             yield MemoryEntry(entry.name, sizes, entry.formula, entry.reason)
 
+    @cached_property
+    def _point_entries(self) -> tuple[MemoryEntry, ...]:
+        """Entries that depend on the point of the step."""
+        return (
+            *self.iter_gradient_entries(),
+            *self._activation_entries(),
+            *self._workspace_entries(),
+            *(self._pipeline_entries() if self.rank_memory.num_pipeline_micro_batches > 1 else ()),
+        )
+
     def _activation_entries(self) -> Iterator[MemoryEntry]:
-        saved_bytes = {
-            phase: self.cumulative_saved_bytes[waiting]
-            for phase, (waiting, _) in self.blocks_by_phase.items()
-        }
-        sizes = Counter(item.saved_bytes for item in self.liveness_by_block)
-        formula = " + ".join(f"{count} x {size:,} B" for size, count in sizes.items())
-        recomputations = dict.fromkeys(self.run.memory.recompute_per_layer(self.rank_memory.stages))
-        reason = "; ".join(SAVED_TEXT[item] for item in recomputations)
+        saved_bytes, formula = self.liveness.saved_by_phase, self.liveness.saved_formula
+        recomputations = recompute_per_layer(self.run.memory, self.rank_memory.stages)
+        reason = "; ".join(SAVED_TEXT[item] for item in dict.fromkeys(recomputations))
         if self.run.memory.offload:
-            offloaded_bytes = sum(item.offloaded_bytes for item in self.liveness_by_block)
+            offloaded_bytes = sum(item.offloaded_bytes for item in self.liveness.blocks)
             reason, formula = (
                 "the rest is offloaded",
                 f"{formula}, and {offloaded_bytes:,} B offloaded",
             )
         yield MemoryEntry("activations of blocks", saved_bytes, formula, reason)
-        yield MemoryEntry(
-            "offload buffers",
-            self._offload_buffers(),
-            "",
-            "of the block before the running one, between device and host",
-        )
+        if self.saves_on_host:
+            yield MemoryEntry(
+                "offload buffers",
+                self._offload_buffers(),
+                "",
+                "of the block before the running one, between device and host",
+            )
         embedding_phases = FORWARD_BACKWARD[: FORWARD_BACKWARD.index(StepPhase.backward_embedding)]
         yield constant_entry(
             "activations of the embedding",
@@ -103,7 +132,7 @@ class DeviceMemory(ModelStateMemory):
         backward. Those of the last block wait for the next forward pass.
         """
         bytes_before = self._offloaded_bytes_before()
-        last = self.liveness_by_block[-1].offloaded_bytes * self.saves_on_host
+        last = self.liveness.blocks[-1].offloaded_bytes
         waits = last * len(self.rank_memory.stages) * (self.peak_point.waiting_passes > 0)
         buffers = dict.fromkeys(BACKWARD, waits)
         for phase in (StepPhase.loss, *BACKWARD[: BACKWARD.index(StepPhase.backward_last)]):
@@ -115,19 +144,19 @@ class DeviceMemory(ModelStateMemory):
 
     def _offloaded_bytes_before(self) -> list[int]:
         """Return the bytes that the block before each block offloads to the host."""
-        offloaded = [item.offloaded_bytes * self.saves_on_host for item in self.liveness_by_block]
-        return [0, *offloaded[:-1]]
+        return [0, *(item.offloaded_bytes for item in self.liveness.blocks[:-1])]
 
     def _workspace_entries(self) -> Iterator[MemoryEntry]:
         head, loss, embedding = self.head_liveness, self.loss_liveness, self.embedding_liveness
-        blocks = self.liveness_by_block
-        cumulative_bytes = self.cumulative_saved_bytes
-        forward_peak = max(
-            saved_bytes + offloaded_bytes + block.forward_peak
-            for saved_bytes, offloaded_bytes, block in zip(
-                cumulative_bytes, self._offloaded_bytes_before(), blocks, strict=False
+        blocks, cumulative_bytes = self.liveness.blocks, self.liveness.cumulative_saved_bytes
+        forward_peak = self.liveness.forward_peak
+        if self.saves_on_host:
+            forward_peak = max(
+                saved_bytes + offloaded_bytes + block.forward_peak
+                for saved_bytes, offloaded_bytes, block in zip(
+                    cumulative_bytes, self._offloaded_bytes_before(), blocks, strict=False
+                )
             )
-        )
         bytes_by_phase = {
             StepPhase.forward: forward_peak - cumulative_bytes[-2],
             StepPhase.loss: max(

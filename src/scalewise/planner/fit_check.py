@@ -13,7 +13,7 @@ from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_memory, peak_memory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
-from scalewise.planner.rank_memory import build_rank_memory
+from scalewise.planner.rank_memory import rank_memory_of
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, format_bytes
 from scalewise.validation.run_issues import iter_issues
@@ -184,7 +184,7 @@ def _process_overhead(run: RunConfig, peak: int) -> int:
 
     A checkpoint copies weights and optimizer state once, while gradients may be alive.
     """
-    rank_memory = build_rank_memory(run.parallelism, run)
+    rank_memory = rank_memory_of(run)
     element_bytes = run.precision.parameters.bytes
     checkpoint_bytes = rank_memory.weight_bytes(
         element_bytes, rank_memory.parameter_shards
@@ -202,10 +202,13 @@ class RunVariant:
     """The changed run."""
     overrides: tuple[str, ...] = ()
     """Overrides of all changes."""
+    validated: RunConfig | None = None
+    """Run without config issues that the changes started from."""
 
     def change(self, *overrides: str, **groups: Any) -> RunVariant:
         """Variant with more overrides, and with the config groups that they select."""
-        return RunVariant(replace(self.run, **groups), (*self.overrides, *overrides))
+        run, overrides = replace(self.run, **groups), (*self.overrides, *overrides)
+        return RunVariant(run, overrides, self.validated)
 
     def set_checkpointing(self, memory: FixedCheckpointing) -> RunVariant:
         """Variant with this activation checkpointing."""
@@ -214,7 +217,7 @@ class RunVariant:
     @property
     def is_valid(self) -> bool:
         """Whether the run has no config issues."""
-        return not any(iter_issues(self.run))
+        return not any(iter_issues(self.run, self.validated))
 
     @cached_property
     def fit(self) -> FitReport:

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from scalewise.models.base import Weight
 from scalewise.parallelism.collective import Collective, CollectiveKind
-from scalewise.planner.rank_memory import gathered_bytes, padded_elements
 from scalewise.planner.rank_partition import RankPartition
 from scalewise.planner.tensor_communication import SCALAR_BYTES
+from scalewise.planner.weight_sizes import gathered_bytes, padded_elements
 
 
 @dataclass(frozen=True)

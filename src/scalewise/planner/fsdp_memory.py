@@ -14,8 +14,9 @@ from scalewise.planner.memory_breakdown import (
     StepPhase,
     constant_entry,
 )
-from scalewise.planner.rank_memory import FSDPMemory, shard_elements
+from scalewise.planner.rank_memory import FSDPMemory
 from scalewise.planner.rank_step import RankStep
+from scalewise.planner.weight_sizes import shard_elements
 
 
 class FSDPStateMemory(RankStep):
@@ -132,7 +133,7 @@ class FSDPStateMemory(RankStep):
         early_bytes = self.head_liveness.gradient_bytes - head_bytes
         tied_bytes = self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
         root_bytes = early_bytes - tied_bytes + self.embedding_liveness.gradient_bytes
-        block_bytes = self.block_gradient_bytes
+        block_bytes = self.liveness.block_gradient_bytes
         if fsdp.has_unsharded_gradients:  # they are added to those of earlier micro-batches before
             head_bytes = block_bytes = 0
         # Gradients of a block are freed before the output of the reduction is allocated.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from scalewise.hardware import DeviceKind
 from scalewise.planner.activation_liveness import offloaded_bytes
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
-from scalewise.planner.peak_memory import breakdown_of
-from scalewise.planner.rank_memory import RankMemory, build_rank_memory
+from scalewise.planner.peak_memory import peak_of
+from scalewise.planner.rank_memory import RankMemory, rank_memory_of
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, GIGA, format_bytes
 
@@ -42,7 +42,7 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 
 def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
-    ranks, rank_memory = ranks_per_node(run), build_rank_memory(run.parallelism, run)
+    ranks, rank_memory = ranks_per_node(run), rank_memory_of(run)
     process_bytes = int(PROCESS_GIB[run.hardware.device] * GIB)
     yield _node_entry("processes", ranks, process_bytes, "Python, PyTorch and its libraries")
     element_bytes, zero = run.precision.parameters.bytes, rank_memory.zero
@@ -186,7 +186,7 @@ def _paged_state_fits(run: RunConfig, rank_memory: RankMemory, state_bytes: int)
     if hardware.memory_gib is None:
         return True
     return (
-        state_bytes + breakdown_of(run, rank_memory).peak
+        state_bytes + peak_of(run, rank_memory)
         <= (hardware.memory_gib - hardware.context_gib) * GIB
     )
 
@@ -215,7 +215,7 @@ def transfer_seconds(run: RunConfig, rank_memory: RankMemory) -> HostTransferTim
 
 def missing_rates(run: RunConfig) -> tuple[str, ...]:
     """Return the rates that the profile lacks for the transfers of the run."""
-    traffic, hardware = rank_traffic(run, build_rank_memory(run.parallelism, run)), run.hardware
+    traffic, hardware = rank_traffic(run, rank_memory_of(run)), run.hardware
     rates = {
         "host_link_gb_per_s": traffic.link + traffic.activations + traffic.paged,
         "host_memory_gb_per_s": traffic.host,

@@ -26,14 +26,16 @@ SINGLE_AXIS_OPTIONS = {
 """Option name of a mesh with one axis."""
 
 
+Layout = tuple[tuple[str, ...], ParallelismConfig]
+"""Overrides that select a strategy, and the strategy."""
+
+
 def available_devices(run: RunConfig) -> int:
     """Return the number of devices of a search: those of the profile, or those of the run."""
     return run.hardware.total_devices or run.world_size
 
 
-def enumerate_layouts(
-    run: RunConfig, fixed_keys: frozenset[str]
-) -> Iterator[tuple[tuple[str, ...], ParallelismConfig]]:
+def enumerate_layouts(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Layout]:
     """Yield each layout with its overrides, from all devices down to one.
 
     The device counts are powers of two, and the number of devices divided by powers of two; with

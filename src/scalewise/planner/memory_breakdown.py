@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 
 class StepPhase(StrEnum):
@@ -67,6 +69,7 @@ PHASE_DESCRIPTIONS = {
 }
 
 ALL_PHASES = tuple(StepPhase)
+NO_BYTES = dict.fromkeys(StepPhase, 0)
 BACKWARD = (
     StepPhase.backward_loss,
     StepPhase.backward_head,
@@ -138,8 +141,7 @@ def entry_title(name: str) -> str:
     return ENTRY_TITLES.get(name, name)
 
 
-@dataclass(frozen=True)
-class MemoryEntry:
+class MemoryEntry(NamedTuple):
     """Memory of one purpose on one device."""
 
     name: str
@@ -172,7 +174,7 @@ class MemoryBreakdown:
     """Sum of the entries by phase, in bytes."""
 
     def __post_init__(self) -> None:
-        sums = dict.fromkeys(StepPhase, 0)
+        sums = NO_BYTES.copy()
         for entry in self.entries:
             for phase, size in entry.bytes.items():
                 sums[phase] += size
@@ -196,7 +198,8 @@ def constant_entry(
     return MemoryEntry(name, dict.fromkeys(phases, size), formula, reason)
 
 
-def blocks_by_phase(layers: int, middle: int | None = None) -> dict[StepPhase, tuple[int, int]]:
+@lru_cache(maxsize=4096)
+def blocks_by_phase(layers: int, middle: int | None = None) -> Mapping[StepPhase, tuple[int, int]]:
     """Number of blocks before and after their backward, by phase.
 
     ``middle``: block whose backward replaces that of the last block but one.

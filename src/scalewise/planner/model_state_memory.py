@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT
 from scalewise.planner.fsdp_memory import FSDPStateMemory
@@ -14,16 +15,20 @@ from scalewise.planner.memory_breakdown import (
     StepPhase,
     constant_entry,
 )
-from scalewise.planner.rank_memory import shard_elements
+from scalewise.planner.weight_sizes import shard_elements
 from scalewise.precision import FloatFormat
 
 
 class ModelStateMemory(FSDPStateMemory):
     """Entries of model states, which a strategy may override."""
 
-    def iter_state_entries(self) -> Iterator[MemoryEntry]:
-        """Yield the entries of parameters, optimizer state and gradients."""
-        yield from self._persistent_entries()
+    @cached_property
+    def persistent_entries(self) -> tuple[MemoryEntry, ...]:
+        """Entries of parameters and optimizer state, the same at all points of a step."""
+        return tuple(self._persistent_entries())
+
+    def iter_gradient_entries(self) -> Iterator[MemoryEntry]:
+        """Yield the entries of gradients and of gathered parameters."""
         yield from self._gradient_entries()
         if self.has_tied_weights:
             yield self._tied_gradient_entry()
@@ -132,7 +137,7 @@ class ModelStateMemory(FSDPStateMemory):
             yield MemoryEntry("gradients", sizes, f"{count:,} x {element_bytes} B", reason)
             return
         block_bytes, head_bytes = (
-            self.cumulative_gradient_bytes,
+            self.liveness.cumulative_gradient_bytes,
             self.head_liveness.gradient_bytes,
         )
         if rank_memory.fsdp is not None:

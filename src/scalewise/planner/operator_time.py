@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scalewise.cached_hash import cache_hash
 from scalewise.memory_config import ActivationCheckpointing
 from scalewise.models.base import ModelConfig, StageSlice
 from scalewise.models.op_graph import ForwardSpec, Op, OpGraph, OpWork, Recompute
 from scalewise.planner.activation_liveness import model_op_graphs, selective_ops
 
 
+@cache_hash
 @dataclass(frozen=True)
 class DeviceRates:
     """Sustained rates of a device."""
@@ -57,12 +59,6 @@ class DeviceRates:
         return max(seconds, self.launch_s) if is_launched else seconds
 
 
-def forward_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
-    """Return the time of an operator in forward and backward, in seconds."""
-    forward = forward_seconds(graph, operator, rates)
-    return forward + _backward_seconds(graph, operator, rates) + inner_seconds(operator, rates, 1)
-
-
 def _backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
     return rates.op_seconds(
         operator.work,
@@ -71,14 +67,6 @@ def _backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float
         rate_share=operator.rate_share,
         is_launched=_ends_kernel(graph, operator),
     )
-
-
-def weight_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
-    """Return the time of the weight gradient of a matmul; other weight gradients are small."""
-    if not operator.weight_gradient_bytes[0] or not operator.backward_flops:
-        return 0.0
-    share = min(1.0, operator.flops / operator.backward_flops)
-    return share * _backward_seconds(graph, operator, rates)
 
 
 def forward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
@@ -166,21 +154,27 @@ def model_seconds(model: ModelConfig, spec: ForwardSpec, rates: DeviceRates) -> 
 
 
 def _graph_seconds(graph: OpGraph, rates: DeviceRates) -> GraphSeconds:
-    by_work = dict.fromkeys(OpWork, 0.0)
+    by_work, saved = dict.fromkeys(OpWork, 0.0), selective_ops(graph)
+    forward = selective = weight_gradients = 0.0
     for operator in graph.operators:
-        by_work[operator.work] += forward_backward_seconds(graph, operator, rates)
-    saved = selective_ops(graph)
-    selective = sum(
+        op_forward = forward_seconds(graph, operator, rates)
+        op_backward = _backward_seconds(graph, operator, rates)
+        by_work[operator.work] += op_forward + op_backward + inner_seconds(operator, rates, 1)
+        forward += op_forward
         # Of saved matmuls, only casts to 8 bits or fewer are computed again.
-        inner_seconds(operator, rates, 0)
-        if operator.writes[0] in saved
-        else forward_seconds(graph, operator, rates)
-        for operator in graph.operators
-    )
-    forward = sum(forward_seconds(graph, operator, rates) for operator in graph.operators)
+        is_saved = operator.writes[0] in saved
+        selective += inner_seconds(operator, rates, 0) if is_saved else op_forward
+        weight_gradients += _weight_gradient_share(operator) * op_backward
     return GraphSeconds(
         forward,
         by_work,
-        sum(weight_backward_seconds(graph, operator, rates) for operator in graph.operators),
+        weight_gradients,
         {Recompute.nothing: 0.0, Recompute.selective: selective, Recompute.full: forward},
     )
+
+
+def _weight_gradient_share(operator: Op) -> float:
+    """Return the share of a matmul's backward that computes its weight gradient."""
+    if not operator.weight_gradient_bytes[0] or not operator.backward_flops:
+        return 0.0
+    return min(1.0, operator.flops / operator.backward_flops)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from scalewise.planner.deepspeed_memory import DeepSpeedDeviceMemory
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
-from scalewise.planner.rank_memory import RankMemory, build_rank_memory
+from scalewise.planner.rank_memory import RankMemory, rank_memory_of
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.planner.rank_step import iter_peak_points
 from scalewise.run_config import RunConfig
@@ -15,31 +15,42 @@ from scalewise.run_config import RunConfig
 
 def device_breakdown(run: RunConfig, rank: int = 0) -> MemoryBreakdown:
     """Return the memory breakdown of one rank at the last micro-batch of a step."""
-    return breakdown_of(run, build_rank_memory(run.parallelism, run, rank))
+    return breakdown_of(run, rank_memory_of(run, rank))
 
 
 def breakdown_of(run: RunConfig, rank_memory: RankMemory) -> MemoryBreakdown:
     """Return the memory breakdown of a rank with this partition, at its highest peak."""
-    kind = DeviceMemory if rank_memory.zero is None else DeepSpeedDeviceMemory
-    devices = [kind(run, rank_memory, point) for point in iter_peak_points(rank_memory)]
-    breakdowns = [
-        MemoryBreakdown(tuple(entry for entry in device.iter_entries() if entry.max_bytes))
-        for device in devices
-    ]
-    return max(breakdowns, key=lambda breakdown: breakdown.peak)
+    return _device_at_peak(run, rank_memory).breakdown
+
+
+def peak_of(run: RunConfig, rank_memory: RankMemory) -> int:
+    """Return the highest peak of a rank with this partition, in bytes."""
+    return _device_at_peak(run, rank_memory).peak
 
 
 def unbalanced_peak(run: RunConfig, load: float) -> int:
     """Return the peak of a rank whose experts receive ``load`` times the mean load, in bytes."""
-    ranks = list_distinct_ranks(run.parallelism, run)
-    partitions = [build_rank_memory(run.parallelism, run, rank) for rank in ranks]
     return max(
-        breakdown_of(run, replace(it, forward_spec=replace(it.forward_spec, expert_load=load))).peak
-        for it in partitions
+        peak_of(run, replace(it, forward_spec=replace(it.forward_spec, expert_load=load)))
+        for it in _distinct_rank_memories(run)
     )
 
 
 def worst_rank_breakdown(run: RunConfig) -> MemoryBreakdown:
     """Return the memory breakdown of the rank with the highest peak."""
+    devices = (_device_at_peak(run, it) for it in _distinct_rank_memories(run))
+    return max(devices, key=lambda it: it.peak).breakdown
+
+
+def _distinct_rank_memories(run: RunConfig) -> list[RankMemory]:
     ranks = list_distinct_ranks(run.parallelism, run)
-    return max((device_breakdown(run, rank) for rank in ranks), key=lambda it: it.peak)
+    return [rank_memory_of(run, rank) for rank in ranks]
+
+
+def _device_at_peak(run: RunConfig, rank_memory: RankMemory) -> DeviceMemory:
+    """Return a rank at the point of a step with its highest peak."""
+    kind = DeviceMemory if rank_memory.zero is None else DeepSpeedDeviceMemory
+    first, *others = (kind(run, rank_memory, point) for point in iter_peak_points(rank_memory))
+    for device in others:
+        device.share_persistent_entries(first)
+    return max((first, *others), key=lambda it: it.peak)

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, singledispatch
+from functools import cached_property, singledispatch
 from itertools import accumulate, chain
 
+from scalewise.cached_hash import cache_hash
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
 from scalewise.lazy_dispatch import not_registered
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.op_graph import ForwardSpec
-from scalewise.optimizers import OptimizerConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.deepspeed import MAX_LIVE_ELEMENTS, DeepSpeedConfig, OffloadTarget
 from scalewise.parallelism.mesh import ContextAttention, MeshConfig, PipelineSchedule
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.forward_pass import forward_spec
+from scalewise.planner.last_run import remember_last_run
 from scalewise.planner.rank_partition import FSDPGroups, RankStages, partition_of
+from scalewise.planner.weight_sizes import (
+    gathered_bytes,
+    multiples,
+    padded_elements,
+    shard_bytes,
+    shard_elements,
+    state_bytes,
+)
 from scalewise.quantization.config import weights_by_block
 from scalewise.run_config import RunConfig
 
 
+@cache_hash
 @dataclass(frozen=True)
 class FSDPMemory:
     """FSDP2: parameters gathered block by block, gradients reduced to shards."""
@@ -130,17 +140,18 @@ class RankMemory(RankStages):
     weights_by_block: tuple[tuple[Weight, ...], ...] = ()
     """Weights of each block, in order; empty: all blocks are equal."""
 
-    @property
-    def block_counts(self) -> Counter[tuple[Weight, ...]]:
+    @cached_property
+    def block_counts(self) -> Mapping[tuple[Weight, ...], int]:
         """Number of blocks with the same weights."""
         if self.weights_by_block:
             return Counter(self.weights_by_block)
-        return Counter({self.block_weights: self.num_layers})
+        return {self.block_weights: self.num_layers}
 
     @property
     def all_weights(self) -> tuple[Weight, ...]:
         """Weights of all blocks and those outside of blocks."""
-        return (*chain.from_iterable(self.block_counts.elements()), *self.other_weights)
+        blocks = Counter(self.block_counts).elements()
+        return (*chain.from_iterable(blocks), *self.other_weights)
 
     def numel(self, shards: int, *, trained: bool = False) -> int:
         """Return the elements of a shard of the rank's parameters, or of the trained ones."""
@@ -154,7 +165,7 @@ class RankMemory(RankStages):
         """Return the size of the optimizer state of this rank, in bytes."""
         element_bytes = run.precision.parameters.bytes
         return self._sum_weights(
-            lambda group: _state_bytes(run.optimizer, group, self.state_shards, element_bytes)
+            lambda group: state_bytes(run.optimizer, group, self.state_shards, element_bytes)
         )
 
     def list_block_weights(self) -> tuple[tuple[Weight, ...], ...]:
@@ -163,7 +174,11 @@ class RankMemory(RankStages):
 
     def cumulative_trained_elements(self, shards: int) -> tuple[int, ...]:
         """Return the trained elements of the last 0, 1, ... blocks, sharded."""
-        blocks = reversed(self.list_block_weights())
+        if not self.weights_by_block:
+            return multiples(
+                shard_elements(self.block_weights, shards, trained=True), self.num_layers
+            )
+        blocks = reversed(self.weights_by_block)
         elements = (shard_elements(block, shards, trained=True) for block in blocks)
         return tuple(accumulate(elements, initial=0))
 
@@ -216,6 +231,12 @@ def build_rank_memory(config: ParallelismConfig, run: RunConfig, rank: int = 0) 
         rank: Global rank.
     """
     raise not_registered(build_rank_memory, config)
+
+
+@remember_last_run
+def rank_memory_of(run: RunConfig, rank: int = 0) -> RankMemory:
+    """Return the memory partition of a rank of a run."""
+    return build_rank_memory(run.parallelism, run, rank)
 
 
 @build_rank_memory.register
@@ -297,13 +318,11 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
     pipeline_micro_batches = config.num_pipeline_micro_batches if sizes["pipeline"] > 1 else 1
     return RankMemory(
         partition.stages,
-        replace(
-            forward_spec(
-                run,
-                partition.sequences,
-                partition.tokens_per_sequence,
-                casts_weights=config.uses_fsdp and mixed,
-            ),
+        forward_spec(
+            run,
+            partition.sequences,
+            partition.tokens_per_sequence,
+            casts_weights=config.uses_fsdp and mixed,
             tensor_ranks=sizes["tensor"],
             sequence_parallel=config.sequence_parallel and sizes["tensor"] > 1,
             loss_parallel=config.loss_parallel and sizes["tensor"] > 1,
@@ -363,37 +382,3 @@ def replicated_memory(run: RunConfig) -> RankMemory:
         states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
         weights_by_block=weights_by_block(run.quantization, run.adapter, run.model),
     )
-
-
-# Cached: the peak points of all runs of a search read the same few sums.
-@lru_cache(maxsize=4096)
-def shard_elements(weights: tuple[Weight, ...], ranks: int = 1, *, trained: bool = False) -> int:
-    """Return the elements of one of ``ranks`` shards, sharded along the first dimension."""
-    return sum(weight.shard_numel(ranks) for weight in weights if weight.trainable or not trained)
-
-
-@lru_cache(maxsize=4096)
-def shard_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int = 1) -> int:
-    """Return the size of one of ``ranks`` shards, in bytes."""
-    return sum(weight.shard_bytes(element_bytes, ranks) for weight in weights)
-
-
-@lru_cache(maxsize=4096)
-def gathered_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int) -> int:
-    """Return the size of weights that ``ranks`` ranks gather from equal shards, in bytes."""
-    return sum(w.shard_bytes(element_bytes, ranks) * w.num_shards(ranks) for w in weights)
-
-
-@lru_cache(maxsize=4096)
-def padded_elements(weights: tuple[Weight, ...], ranks: int) -> int:
-    """Return the elements of trained weights, padded to equal shards of ``ranks`` ranks."""
-    return sum(w.shard_numel(ranks) * w.num_shards(ranks) for w in weights if w.trainable)
-
-
-@lru_cache(maxsize=4096)
-def _state_bytes(
-    optimizer: OptimizerConfig, weights: tuple[Weight, ...], shards: int, element_bytes: int
-) -> int:
-    """Return the size of the optimizer state of one of ``shards`` shards, in bytes."""
-    trained = (weight for weight in weights if weight.trainable)
-    return sum(optimizer.state_bytes(weight, shards, element_bytes) for weight in trained)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, singledispatch
+from functools import cached_property, lru_cache, singledispatch
 from math import ceil
 
 from scalewise.adapters.config import AdapterConfig
+from scalewise.cached_hash import cache_hash
+from scalewise.memory_config import ActivationCheckpointing
 from scalewise.models.base import (
     ModelConfig,
     StageSlice,
@@ -20,6 +22,7 @@ from scalewise.models.base import (
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.mesh import MeshConfig
+from scalewise.planner.last_run import remember_last_run
 from scalewise.quantization.config import (
     QuantizationConfig,
     weight_census_by_kind,
@@ -37,17 +40,17 @@ class RankStages:
     stages: tuple[StageSlice, ...]
     """Stages, in order."""
 
-    @property
+    @cached_property
     def has_embedding(self) -> bool:
         """Whether the rank stores the embedding."""
         return any(stage.is_first for stage in self.stages)
 
-    @property
+    @cached_property
     def has_head(self) -> bool:
         """Whether the rank stores the head."""
         return any(stage.is_last for stage in self.stages)
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Number of blocks of the rank."""
         return sum(len(stage.layers) for stage in self.stages)
@@ -62,7 +65,7 @@ class RankPartition(RankStages):
     run: RunConfig
     """Run on the mesh."""
 
-    @property
+    @cached_property
     def forward_passes(self) -> int:
         """Number of forward passes through each layer per step."""
         num_micro_batches = (
@@ -70,7 +73,7 @@ class RankPartition(RankStages):
         )
         return self.run.accumulation * num_micro_batches
 
-    @property
+    @cached_property
     def sequences(self) -> int:
         """Number of sequences of one forward pass, rounded up; a preference pair counts as two."""
         return ceil(self.run.sequences_per_forward * self.run.accumulation / self.forward_passes)
@@ -104,10 +107,10 @@ class RankPartition(RankStages):
             * self.activation_element_bytes
         )
 
-    @property
+    @cached_property
     def recomputed_layers(self) -> Counter[Recompute]:
         """Number of recomputed layers, by recomputation."""
-        layers = Counter(self.run.memory.recompute_per_layer(self.stages))
+        layers = Counter(recompute_per_layer(self.run.memory, self.stages))
         del layers[Recompute.nothing]
         return layers
 
@@ -128,7 +131,7 @@ class RankPartition(RankStages):
         """Return the weights outside of blocks by FSDP group, after tensor parallelism."""
         return self._weights[1]
 
-    @property
+    @cached_property
     def _weights(self) -> tuple[WeightGroup, FSDPGroups]:
         run, ranks = self.run, (self.mesh.sizes["tensor"], self.mesh.expert)
         return _rank_weights(run.quantization, run.adapter, run.model, *ranks, self.stages)
@@ -151,6 +154,7 @@ class RankPartition(RankStages):
         return _tensor_parallel_styles(self.run.adapter, self.run.model)
 
 
+@cache_hash
 @dataclass(frozen=True)
 class FSDPGroups:
     """Weights outside of blocks that a rank stores, by the FSDP group that gathers them."""
@@ -195,8 +199,19 @@ class AdaptedSublayer:
 
 def partition_of(mesh: MeshConfig, run: RunConfig, rank: int) -> RankPartition:
     """Return the partition of a rank of a mesh."""
-    stages = split_stages(run.model, mesh.num_stages, run.data.sequence)
-    return RankPartition(tuple(stages[index] for index in mesh.stage_indices(rank)), mesh, run)
+    return _last_partition(run, rank) if mesh is run.parallelism else _partition(mesh, run, rank)
+
+
+@remember_last_run
+def _last_partition(run: RunConfig, rank: int) -> RankPartition:
+    assert isinstance(run.parallelism, MeshConfig)
+    return _partition(run.parallelism, run, rank)
+
+
+def _partition(mesh: MeshConfig, run: RunConfig, rank: int) -> RankPartition:
+    indices = tuple(mesh.stage_indices(rank))
+    stages = _select_stages(run.model, mesh.num_stages, run.data.sequence, indices)
+    return RankPartition(stages, mesh, run)
 
 
 @singledispatch
@@ -232,6 +247,23 @@ def _tensor_parallel_styles(adapter: AdapterConfig, model: ModelConfig) -> dict[
 def split_stages(model: ModelConfig, count: int, sequence: int) -> Sequence[StageSlice]:
     """Return the ``count`` pipeline stages of a model."""
     return model.split_stages(count, sequence)
+
+
+@lru_cache(maxsize=1024)
+def _select_stages(
+    model: ModelConfig, count: int, sequence: int, indices: tuple[int, ...]
+) -> tuple[StageSlice, ...]:
+    """Return some of the pipeline stages of a model."""
+    stages = split_stages(model, count, sequence)
+    return tuple(stages[index] for index in indices)
+
+
+@lru_cache(maxsize=1024)
+def recompute_per_layer(
+    memory: ActivationCheckpointing, stages: tuple[StageSlice, ...]
+) -> tuple[Recompute, ...]:
+    """Return the recompute mode of each layer of some pipeline stages, in order."""
+    return memory.recompute_per_layer(stages)
 
 
 @lru_cache(maxsize=1024)

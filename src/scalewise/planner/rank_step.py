@@ -6,21 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import repeat
 
 from scalewise.models.base import StageSlice, Weight, WeightGroup
-from scalewise.models.op_graph import Recompute, SavedOn
+from scalewise.models.op_graph import SavedOn
 from scalewise.planner.activation_liveness import (
     EMPTY,
     PartLiveness,
-    block_liveness,
     liveness_by_block,
     memory_of_saved_tensors,
     model_op_graphs,
-    non_block_liveness,
 )
-from scalewise.planner.memory_breakdown import blocks_by_phase
-from scalewise.planner.rank_memory import RankMemory, shard_elements
+from scalewise.planner.rank_memory import RankMemory
+from scalewise.planner.step_liveness import step_liveness
+from scalewise.planner.weight_sizes import shard_elements
 from scalewise.run_config import RunConfig
 
 
@@ -134,28 +133,17 @@ class RankStep:
             fresh_gradients,
             self._compute_step_scratch_ratio(),
         )
-        self.liveness_by_block = self.simulate_blocks(rank_memory.stages)
-        self.block_gradient_bytes = max(
-            block.gradient_bytes
-            for block in (
-                self.liveness_by_block
-                if not run.model.has_equal_blocks
-                # With the optimizer step in backward, gradients do not persist after a block.
-                else (
-                    block_liveness(
-                        run.model, rank_memory.forward_spec, Recompute.nothing, fresh_gradients
-                    ),
-                )
-            )
+        self.liveness = step_liveness(
+            run.model,
+            run.memory,
+            rank_memory.stages,
+            rank_memory.forward_spec,
+            fresh_gradients,
+            memory_of_saved_tensors(run),
+            self.step_scratch_ratio,
         )
-        saved_bytes = (each.saved_bytes for each in self.liveness_by_block)
-        self.cumulative_saved_bytes = tuple(accumulate(saved_bytes, initial=0))
-        gradient_bytes = (each.gradient_bytes for each in reversed(self.liveness_by_block))
-        self.cumulative_gradient_bytes = tuple(accumulate(gradient_bytes, initial=0))
-        self.blocks_by_phase = blocks_by_phase(rank_memory.num_layers, self._find_middle_block())
-        embedding, head, loss = non_block_liveness(
-            run.model, rank_memory.forward_spec, fresh_gradients, self.step_scratch_ratio
-        )
+        self.blocks_by_phase = self.liveness.blocks_by_phase
+        embedding, head, loss = self.liveness.non_blocks
         self.embedding_liveness = embedding if rank_memory.has_embedding else EMPTY
         self.head_liveness, self.loss_liveness = (
             (head, loss) if rank_memory.has_head else (EMPTY, EMPTY)
@@ -172,23 +160,6 @@ class RankStep:
             self.fresh_gradients,
             memory_of_saved_tensors(run),
             self.step_scratch_ratio,
-        )
-
-    def _find_middle_block(self) -> int | None:
-        """Return the block whose backward needs most; None if blocks are equal.
-
-        The first block of the model, the second one and the last one are not compared.
-        """
-        layers = range(2, self.rank_memory.num_layers - 1)
-        if self.run.model.has_equal_blocks or not layers:
-            return None
-        return max(
-            layers,
-            key=lambda layer: (
-                self.cumulative_saved_bytes[layer]
-                + self.liveness_by_block[layer].backward_peak
-                + self.cumulative_gradient_bytes[self.rank_memory.num_layers - 1 - layer]
-            ),
         )
 
     def _compute_step_scratch_ratio(self) -> float:

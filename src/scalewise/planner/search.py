@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 
 from scalewise.adapters import LoRAAdapterConfig
@@ -18,6 +18,7 @@ from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
+from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration, search_refinement
@@ -29,6 +30,7 @@ from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.config import NF4Config
 from scalewise.run_config import RunConfig
+from scalewise.trainer_config import TrainerConfig
 from scalewise.typed_override import override_keys, replace_overrides
 from scalewise.validation.model_rules import model_issues
 from scalewise.validation.parallelism_rules import parallelism_issues
@@ -191,7 +193,9 @@ def _iter_refined(result: SearchResult) -> Iterator[SearchCandidate]:
     for candidate in {id(one): one for one in (*best, *spread)}.values():
         for change in search_refinement.iter_refinements(candidate.run, keys):
             overrides = tuple(replace_overrides(candidate.overrides, change.overrides))
-            variant = RunVariant(replace(candidate.run, **change.groups), overrides)
+            variant = RunVariant(
+                replace(candidate.run, **change.groups), overrides, result.base_run
+            )
             if not variant.is_valid:
                 continue
             is_shown = not change.changes_training and "memory" not in change.groups
@@ -226,10 +230,11 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
     fits without recomputation, more recomputation is skipped, unless the search ranks by memory.
     """
     typed = override_keys(run.overrides)
-    base = _base_variant(RunVariant(run), typed)
+    base = _base_variant(RunVariant(run, validated=run), typed)
+    layouts = [*layout_enumeration.enumerate_layouts(run, typed)]
     for trained in _training_variants(base, typed):
         training_overrides = trained.overrides[len(base.overrides) :]
-        for laid in _layout_variants(trained, typed):
+        for laid in _layout_variants(trained, layouts):
             if any(
                 (
                     *quantization_issues(laid.run.quantization, laid.run),
@@ -303,7 +308,9 @@ def _peak_bytes(precision: Precision) -> int:
     return precision.parameters.bytes + precision.compute.bytes
 
 
-def _layout_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
+def _layout_variants(
+    variant: RunVariant, layouts: Sequence[layout_enumeration.Layout]
+) -> Iterator[RunVariant]:
     run = variant.run
     if run.plan.search is PlanSearch.memory:
         yield variant
@@ -312,7 +319,7 @@ def _layout_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterato
     if run.trainer.global_batch is None:  # at least one sequence per device
         global_batch = max(global_batch, layout_enumeration.available_devices(run))
     trainer = replace(run.trainer, global_batch=global_batch)
-    for overrides, layout in layout_enumeration.enumerate_layouts(run, fixed_keys):
+    for overrides, layout in layouts:
         if global_batch % layout.data_parallel_size == 0:
             yield variant.change(*overrides, parallelism=layout, trainer=trainer)
 
@@ -326,12 +333,28 @@ def _memory_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterato
     for recompute in [None] if is_fixed else Recompute:
         for chunk in chunks:
             changed = variant
-            if recompute is not None and (memory := FixedCheckpointing(recompute)) != run.memory:
+            if recompute is not None and (memory := _checkpointing(recompute)) != run.memory:
                 changed = changed.set_checkpointing(memory)
             if chunk != run.objective.loss_chunk:
-                objective = replace(run.objective, loss_chunk=chunk)
+                objective = _with_loss_chunk(run.objective, chunk)
                 changed = changed.change(f"objective.loss_chunk={chunk}", objective=objective)
             yield changed
+
+
+# Cached: all layouts share one object, which caches of the planner find by identity.
+@lru_cache
+def _checkpointing(recompute: Recompute) -> FixedCheckpointing:
+    return FixedCheckpointing(recompute)
+
+
+@lru_cache
+def _with_loss_chunk(objective: ObjectiveConfig, chunk: int | None) -> ObjectiveConfig:
+    return replace(objective, loss_chunk=chunk)
+
+
+@lru_cache
+def _with_batch(trainer: TrainerConfig, micro_batch: int, global_batch: int) -> TrainerConfig:
+    return replace(trainer, micro_batch=micro_batch, global_batch=global_batch)
 
 
 def _micro_batch_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
@@ -341,7 +364,7 @@ def _micro_batch_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> It
     is_fixed = "trainer.micro_batch" in fixed_keys
 
     def with_size(size: int) -> RunVariant:
-        trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch)
+        trainer = _with_batch(run.trainer, size, global_batch)
         overrides = (f"trainer.micro_batch={size}", f"trainer.global_batch={global_batch}")
         return variant.change(*overrides, trainer=trainer)
 

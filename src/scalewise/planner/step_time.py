@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import ceil
 
 from scalewise.hardware import DeviceKind, Hardware
@@ -26,7 +27,7 @@ from scalewise.planner.operator_time import (
     model_seconds,
 )
 from scalewise.planner.pipeline_bubble import StageSeconds, bubble_seconds
-from scalewise.planner.rank_memory import RankMemory, build_rank_memory
+from scalewise.planner.rank_memory import RankMemory, rank_memory_of
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.run_config import RunConfig
 from scalewise.units import GIGA, MICRO
@@ -152,7 +153,7 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
 
 
 def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
-    rank_memory = build_rank_memory(run.parallelism, run, rank)
+    rank_memory = rank_memory_of(run, rank)
     graphs = model_seconds(run.model, rank_memory.forward_spec, rates)
     micro_batches = run.accumulation * rank_memory.num_pipeline_micro_batches
     parts = _rank_parts(graphs, rank_memory)
@@ -254,6 +255,8 @@ def _rank_parts(graphs: ModelSeconds, rank_memory: RankMemory) -> list[tuple[Gra
 
 def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRates) -> float:
     """Return the time of a forward pass of the model without its adapter, in seconds."""
+    if not run.extra_forward_passes:
+        return 0.0
     base_spec = replace(rank_memory.forward_spec, adapted_layers=())
     graphs = model_seconds(run.model, base_spec, rates)
     return sum(count * part.forward for part, count in _rank_parts(graphs, rank_memory))
@@ -267,7 +270,7 @@ def _loader_seconds(run: RunConfig) -> float:
 
 def recompute_seconds(run: RunConfig, rates: DeviceRates) -> float:
     """Return the recomputation time of all blocks in one micro-batch, in seconds."""
-    forward_spec = build_rank_memory(run.parallelism, run).forward_spec
+    forward_spec = rank_memory_of(run).forward_spec
     seconds = model_seconds(run.model, forward_spec, rates)
     return seconds.recompute_seconds(run.memory, (StageSlice(range(run.model.layers)),))
 
@@ -281,12 +284,15 @@ def _collective_seconds(
     """
     exposed: dict[str, float] = {}
     overlappable: dict[str, float] = {}
-    names: dict[tuple[str, ...], str] = {}
+    groups: dict[tuple[str, ...], tuple[str, int, int]] = {}
+    devices_per_node = run.hardware.devices_per_node
     for collective in list_collectives(run.parallelism, run, rank):
-        seconds = collective.count * _seconds_per_collective(run, collective)
-        if collective.axes not in names:
-            names[collective.axes] = _group_name(run.parallelism, collective.axes)
-        name = names[collective.axes]
+        axes = collective.axes
+        if axes not in groups:
+            group_size = run.parallelism.describe_group(axes, devices_per_node)
+            groups[axes] = (_group_name(run.parallelism, axes), *group_size)
+        name, *group = groups[axes]
+        seconds = collective.count * _seconds_per_collective(run.hardware, collective, *group)
         seconds_by_axes = overlappable if collective.overlaps else exposed
         seconds_by_axes[name] = seconds_by_axes.get(name, 0.0) + seconds
     remaining = OVERLAP_SHARE * compute_seconds
@@ -306,17 +312,17 @@ def _group_name(parallelism: ParallelismConfig, axes: tuple[str, ...]) -> str:
     return " and ".join(used_axes or axes)
 
 
-def _seconds_per_collective(run: RunConfig, collective: Collective) -> float:
+def _seconds_per_collective(
+    hardware: Hardware, collective: Collective, ranks: int, ranks_per_node: int
+) -> float:
     """Return the time of one collective over the links of its group, in seconds."""
-    size, ranks_per_node = run.parallelism.describe_group(
-        collective.axes, run.hardware.devices_per_node
-    )
-    if size == 1 and collective.kind is not CollectiveKind.send:
+    if ranks == 1 and collective.kind is not CollectiveKind.send:
         return 0.0
-    link = ring_link(run.hardware, collective.kind, size, ranks_per_node)
-    return link.seconds(collective.kind, size, collective.bytes)
+    link = ring_link(hardware, collective.kind, ranks, ranks_per_node)
+    return link.seconds(collective.kind, ranks, collective.bytes)
 
 
+@lru_cache(maxsize=4096)
 def ring_link(
     hardware: Hardware, kind: CollectiveKind, ranks: int, ranks_per_node: int
 ) -> RingLink:

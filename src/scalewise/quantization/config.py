@@ -120,6 +120,15 @@ def weight_census_by_kind(
 
 
 @lru_cache(maxsize=64)
+def has_frozen_weights(
+    quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig
+) -> bool:
+    """Whether most parameters of the model are frozen and an adapter is trained instead."""
+    block, other = weight_census_by_kind(quantization, adapter, model)
+    return not all(weight.trainable for weight in (*block, *other))
+
+
+@lru_cache(maxsize=64)
 def weights_by_block(
     quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig
 ) -> tuple[WeightGroup, ...]:

@@ -36,6 +36,8 @@ from scalewise.validation.trainer_rules import (
     trainer_issues,
 )
 
+NUMBERS = (int, float)
+"""Types of values whose range is checked."""
 NAME_PATTERN = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
 """Pattern of valid run names: limits of W&B and of folder names."""
 SECONDS_FIELDS = ("launch.timeout", "launch.grace", "launch.collective_timeout")
@@ -48,9 +50,12 @@ MAX_RANKS = 2**20
 """Maximum number of ranks along one mesh dimension, because plans enumerate ranks."""
 
 
-def iter_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield every config issue of a run: of each group by itself, then between groups."""
-    group_issues = list(_group_issues(run))
+def iter_issues(run: RunConfig, validated: RunConfig | None = None) -> Iterator[ConfigIssue]:
+    """Yield every config issue of a run: of each group by itself, then between groups.
+
+    ``validated``: run without issues; its configs are not validated by themselves again.
+    """
+    group_issues = list(_group_issues(run, validated))
     yield from group_issues
     misplaced = list(misplaced_issues(run))
     yield from misplaced
@@ -113,10 +118,12 @@ def compiler_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     yield ConfigIssue("compile", run.option("compile"), reason, fix)
 
 
-def _group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield the issues of each config by itself."""
+def _group_issues(run: RunConfig, validated: RunConfig | None = None) -> Iterator[ConfigIssue]:
+    """Yield the issues of each config by itself, except of those of another run."""
     for part in fields(run):
-        yield from config_issues(part.name, getattr(run, part.name))
+        config = getattr(run, part.name)
+        if validated is None or config is not getattr(validated, part.name):
+            yield from config_issues(part.name, config)
 
 
 def config_issues(group: str, config: object) -> Iterator[ConfigIssue]:
@@ -139,7 +146,7 @@ def _out_of_range_issues(group: str, config: object) -> Iterator[ConfigIssue]:
     """Yield issues for numbers beyond int64 and beyond the limits of this module."""
     for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
         key, value = f"{group}.{entry.name}", getattr(config, entry.name)
-        if not isinstance(value, int | float) or not isfinite(value):
+        if not isinstance(value, NUMBERS) or not isfinite(value):
             continue
         if abs(value) > MAX_NUMBER:
             yield ConfigIssue(key, value, "exceeds the 64-bit maximum, 2**63 - 1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import sqrt
 from typing import Any
 
@@ -210,7 +210,7 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
         has_local_rope = self.rope_local_theta is not None
         window = self.window if has_local_rope else within(self.window, self.context - 1)
         return {
-            **vars(self),
+            **{entry.name: getattr(self, entry.name) for entry in fields(self)},
             "kv_heads": self.key_heads,
             "head_width": self.head_size,
             "expert_dim": self.hidden_dim,

@@ -27,14 +27,14 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
         tokens_per_sequence=forward_spec.tokens_per_sequence + forward_spec.prompt_tokens,
     )
     embedding = OpGraphWriter(spec, forward_spec)
-    first_block, block, head = (OpGraphWriter(spec, prompted) for _ in range(3))
+    block, head = (OpGraphWriter(spec, prompted) for _ in range(2))
     embedding.add_embedding()
-    first_block.add_block(
-        input_requires_grad=first_block.is_trained("embedding")
-        or first_block.is_trained("position")
-        or forward_spec.prompt_tokens > 0
-    )
     block.add_block()
+    first_block = block
+    is_trained = first_block.is_trained("embedding") or first_block.is_trained("position")
+    if not is_trained and forward_spec.prompt_tokens == 0:
+        first_block = OpGraphWriter(spec, prompted)
+        first_block.add_block(input_requires_grad=False)
     head.add_head()
     shared_bytes = (
         2
