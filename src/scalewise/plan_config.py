@@ -22,7 +22,8 @@ class PlanSearch(StrEnum):
     """Micro-batch size, activation checkpointing, loss chunks, precision, optimizer and adapter."""
     all = "all"
     """Everything that ``layout`` and ``memory`` vary; then, for the best runs, pipeline schedule,
-    sharded state, offload, checkpointing of every second block, and further optimizers."""
+    sharded state, offload, checkpointing of every second block, loss chunks, compilation, DeepSpeed
+    and further optimizers."""
     micro_batch = "micro_batch"
     """The largest micro-batch that fits."""
     sequence = "sequence"

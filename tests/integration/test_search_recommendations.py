@@ -27,11 +27,18 @@ REQUESTS = {
     "7B on one GPU": ("model=openllama_7b", "hardware=rtx4090", "plan.search=memory"),
     "13B on one GPU": ("model=openllama_13b", "hardware=a100_40g", "plan.search=memory"),
     "1B on one GPU": ("model=tinyllama_1b", "hardware=t4", "plan.search=memory"),
+    "160M on 2 GPUs, all": (
+        *("model=llama_160m", "hardware=h100", "hardware.devices_per_node=2", "plan.search=all"),
+    ),
+    "160M in bf16 on a GPU, all": (
+        *("model=llama_160m", "hardware=a100_80g", "precision=bf16_true", "trainer.clip_norm=null"),
+        *("trainer.global_batch=8", "plan.search=all"),
+    ),
     "160M on 8 GPUs": ("model=llama_160m", "hardware=v100", "hardware.devices_per_node=8"),
 }
 NUM_TRAINED = 7
 """Number of distinct runs on the Pareto fronts of a request that are trained, besides one run for
-each option that the second stage of a search has changed."""
+each option that the second stage of a search has changed, on a front or not."""
 
 
 def shrunk(overrides: tuple[str, ...]) -> tuple[str, ...]:
@@ -69,7 +76,11 @@ def test_recommended_runs_train(request_name: str, tmp_path: Path, shared_cache:
     assert front, "nothing fits"
     distinct = list(dict.fromkeys(shrunk(candidate.overrides) for candidate in front))
     spread = distinct[:: max(1, len(distinct) // NUM_TRAINED)]  # from the fastest to the smallest
-    by_option = {one.refinement: shrunk(one.overrides) for one in front if one.refinement}
+    by_option = {
+        one.refinement[:1] or one.training_overrides: shrunk(one.overrides)
+        for one in reversed(result.candidates)
+        if one.is_acceptable and (one.refinement or len(one.training_overrides) == 1)
+    }
     run_job = JobRunner(tmp_path, shared_cache)
     for overrides in dict.fromkeys((*spread, *by_option.values())):
         run = run_job.without_defaults(*TINY_RUN, *overrides)

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -96,7 +96,10 @@ def test_run_config_rebuilds_from_its_record(compose: Compose) -> None:
         spec = getattr(run, group)
         if isinstance(values, dict) and "_target_" in values:
             assert registered_targets()[values["_target_"]] is type(spec), (group, values)
-            assert set(values) == {"_target_", *vars(spec)}, (group, values)
+            assert set(values) == {"_target_", *(entry.name for entry in fields(spec))}, (
+                group,
+                values,
+            )
 
 
 def test_run_config_is_picklable_and_immutable(compose: Compose) -> None:

@@ -39,6 +39,8 @@ from scalewise.validation.precision_rules import quantization_issues
 Overrides = tuple[str, ...]
 NUM_REFINED = 12
 """Number of runs that the second stage of ``plan.search=all`` changes."""
+SHOWN_GROUPS = {"memory", "objective"}
+"""Groups whose value each row of a search shows."""
 TIME_TOLERANCE = 0.05
 """Relative difference of step times that is too small to prefer a layout with more mesh axes: half
 the median error of predicted times (``scalewise bench planner``)."""
@@ -198,7 +200,8 @@ def _iter_refined(result: SearchResult) -> Iterator[SearchCandidate]:
             )
             if not variant.is_valid:
                 continue
-            is_shown = not change.changes_training and "memory" not in change.groups
+            # Tables have columns of their own for these groups.
+            is_shown = not change.changes_training and not SHOWN_GROUPS & change.groups.keys()
             yield _build_candidate(
                 variant,
                 change.overrides * change.changes_training,

@@ -66,8 +66,8 @@ def test_search_leads_with_bf16_where_a_gpu_has_it(
                     *("interleaved_zero_bubble", "zbv_zero_bubble"),
                 )
             }
-            | {"optimizer=adamw_paged"},
-            {"precision=fp8", "optimizer=adamw_8bit"},
+            | {"optimizer=adamw_paged", "compile=none"},
+            {"precision=fp8", "optimizer=adamw_8bit", "optimizer=adamw_4bit"},
         ),
         (
             (
@@ -76,18 +76,35 @@ def test_search_leads_with_bf16_where_a_gpu_has_it(
             ),
             {
                 *("parallelism.shard=optimizer", "parallelism.shard=gradients"),
-                "parallelism.cpu_offload=true",
+                *("parallelism.cpu_offload=true", "compile=none"),
             },
-            {"optimizer=adamw_8bit"},
+            {"optimizer=adamw_8bit", "optimizer=adamw_4bit"},
+        ),
+        (
+            ("hardware=a100_80g", "hardware.devices_per_node=2"),
+            {
+                *("parallelism.shard=optimizer", "parallelism.shard=gradients"),
+                *("parallelism.cpu_offload=true", "compile=none"),
+                *("parallelism=deepspeed_zero1", "parallelism=deepspeed_zero2"),
+                *("parallelism=deepspeed_zero3", "parallelism=deepspeed_zero2_offload"),
+                *("parallelism=deepspeed_zero3_offload", "optimizer.offload=true"),
+                "optimizer=adamw_paged",
+            },
+            {"optimizer=adamw_8bit", "optimizer=adamw_4bit", "optimizer=adafactor"},
         ),
         (
             ("hardware=a100_80g", "precision=bf16_true", "trainer.clip_norm=null"),
-            {"optimizer.offload=true", "optimizer.in_backward=true", "optimizer=adamw_paged"},
-            {"optimizer=adamw_8bit", "optimizer=adafactor"},
+            {
+                *("optimizer.offload=true", "optimizer.in_backward=true", "optimizer=adamw_paged"),
+                "compile=none",
+            },
+            {"optimizer=adamw_8bit", "optimizer=adamw_4bit", "optimizer=adafactor"},
         ),
-        (("hardware=a100_80g", "optimizer=adamw"), set(), set()),
+        (("hardware=a100_80g", "optimizer=adamw"), {"compile=none"}, set()),
+        (("hardware=a100_80g", "optimizer=adamw", "compile=none"), set(), set()),
+        (("hardware=a100_80g", "optimizer=adamw", "compile=block"), set(), set()),
     ],
-    ids=["pipeline", "shards", "single", "typed"],
+    ids=["pipeline", "shards", "data_parallel", "single", "typed", "eager", "compiled"],
 )
 def test_search_refines_the_best_runs(
     overrides: tuple[str, ...],
@@ -103,10 +120,42 @@ def test_search_refines_the_best_runs(
     assert set(refined) == unchanged
     for key, candidate in (refined | {key: trained[(key,)] for key in changed}).items():
         composed = compose(*replace_overrides(request, candidate.overrides), check_machine=False)
-        for group in ("optimizer", "precision", "memory", "parallelism", "trainer"):
+        for group in (
+            *("optimizer", "precision", "memory", "parallelism", "trainer"),
+            *("objective", "compile"),
+        ):
             assert getattr(composed, group) == getattr(candidate.run, group), (key, group)
     assert result.best is not None
     assert result.best.training_overrides == ()
+
+
+def test_search_chunks_the_loss_of_the_best_runs(find_strategies: FindStrategies) -> None:
+    small = (SMALL_RUN[0], *SMALL_RUN[2:], "hardware=a100_80g", "optimizer=adamw")
+    chunked = [
+        one
+        for one in find_strategies("all", *small).candidates
+        if "objective.loss_chunk=1024" in one.overrides and not one.training_overrides
+    ]
+    assert chunked
+    assert not any(one.refinement for one in chunked)
+    typed = find_strategies("all", *small, "objective.loss_chunk=512").candidates
+    assert {one.run.objective.loss_chunk for one in typed} == {512}
+
+
+def test_search_marks_changed_training_and_does_not_lead_with_it(
+    find_strategies: FindStrategies,
+) -> None:
+    overrides = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
+    result = find_strategies("all", *overrides)
+    changing = ("optimizer=adamw_8bit", "optimizer=adamw_4bit", "optimizer=adafactor")
+    for change in (*changing, "precision=fp8", "precision=bf16_true", "quantization=nf4"):
+        found = [one for one in result.candidates if change in one.overrides]
+        assert found, change
+        assert all(change in one.training_overrides for one in found), change
+        assert not any(one is leader for one in found for leader in result.pareto_front), change
+    assert result.best is not None
+    assert result.best.training_overrides == ()
+    assert min(one.step_seconds for one in result.candidates) < result.best.step_seconds
 
 
 def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: FindStrategies) -> None:
