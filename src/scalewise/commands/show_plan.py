@@ -18,7 +18,7 @@ from scalewise.planner.bottleneck import bottleneck_hint
 from scalewise.planner.fit_check import UNBALANCED_LOAD, FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
-from scalewise.planner.step_time import step_part_title
+from scalewise.planner.step_time import predict_collective_seconds, step_part_title
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
@@ -302,6 +302,15 @@ def _print_time(console: Console, plan: Plan) -> None:
         if seconds >= 0.005 * step.seconds
     ]
     console.print(", ".join(shares), style="dim")
+    collectives = [
+        f"{name} {format_seconds(seconds)}"
+        for name, seconds in predict_collective_seconds(plan.run).items()
+        if seconds >= 0.005 * step.seconds
+    ]
+    if collectives:
+        overlapped = format_seconds(step.overlapped_communication)
+        text = f"Collectives, of which {overlapped} overlap with compute: "
+        console.print(text + ", ".join(collectives), style="dim", soft_wrap=True)
     if hint := bottleneck_hint(plan):
         console.print(hint, style="yellow", soft_wrap=True)
     if missing := host_memory.missing_rates(plan.run):

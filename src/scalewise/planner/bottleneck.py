@@ -8,6 +8,8 @@ from scalewise.planner.step_time import step_part_title
 
 LOW_MFU = 0.2
 """MFU below which a plan names the bottleneck."""
+PADDED_SHARE = 0.25
+"""Share of padded samples in a step from which the hint names them instead of the largest part."""
 ADVICE = {
     "products": "use larger matrices: a larger trainer.micro_batch or less parallelism.tensor",
     "attention": "use shorter sequences (data.sequence)",
@@ -23,7 +25,10 @@ COMMUNICATION_ADVICE = "use fewer ranks on this axis, or a larger trainer.micro_
 
 
 def bottleneck_hint(plan: Plan) -> str | None:
-    """Return the largest part of a GPU step with a low MFU, and a change; None: MFU is not low."""
+    """Return what bounds a GPU step with a low MFU, and a change; None: MFU is not low.
+
+    It is the padding of the batch, or the largest part of the step.
+    """
     step, run = plan.step_time, plan.run
     if step is None or plan.mfu is None or plan.mfu >= LOW_MFU:
         return None
@@ -36,5 +41,12 @@ def bottleneck_hint(plan: Plan) -> str | None:
         advice = "set a larger trainer.micro_batch"
     if name == "products" and bf16 and peak and bf16 > peak:
         advice = f"set precision=bf16_mixed, whose peak rate is {bf16 / peak:.1f} times as high"
+    padded = 1 - run.global_batch / (run.accumulation * run.samples_per_forward)
+    if padded >= PADDED_SHARE:
+        size = max(1, run.global_batch // run.parallelism.data_parallel_size)
+        return (
+            f"MFU is below {LOW_MFU:.0%}: {padded:.0%} of the samples of a step are padding; "
+            f"set trainer.micro_batch={size} or a larger trainer.global_batch"
+        )
     share = seconds / step.seconds
     return f"MFU is below {LOW_MFU:.0%}: {step_part_title(name)} takes {share:.0%} of it; {advice}"

@@ -7,7 +7,7 @@ models run slower than predicted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
@@ -145,11 +145,32 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
     rates = device_rates(run)
     if rates is None:
         return None
-    ranks = list_distinct_ranks(run.parallelism, run)
-    slowest = max(
-        (_rank_step_time(run, rank, rates) for rank in ranks), key=lambda step: step.seconds
-    )
+    _, slowest = _slowest_rank(run, rates)
     return slowest.scale(run.hardware.step_scale)
+
+
+def predict_collective_seconds(run: RunConfig) -> dict[str, float]:
+    """Return the time of each kind of collective of the slowest rank in a step, in seconds.
+
+    Keys name the kind and the group, such as ``all-gather over shards``. Collectives that overlap
+    with compute count in full. Empty if the profile lacks a rate.
+    """
+    rates = device_rates(run)
+    if rates is None:
+        return {}
+    rank, _ = _slowest_rank(run, rates)
+    by_name: dict[str, float] = {}
+    for group, collective, seconds in _list_collective_seconds(run, rank):
+        name = f"{collective.kind.value.replace('_', '-')} over {group}"
+        by_name[name] = by_name.get(name, 0.0) + seconds * run.hardware.step_scale
+    return dict(sorted(by_name.items(), key=lambda item: -item[1]))
+
+
+def _slowest_rank(run: RunConfig, rates: DeviceRates) -> tuple[int, StepTime]:
+    """Return the rank with the longest step, and the parts of its step."""
+    ranks = list_distinct_ranks(run.parallelism, run)
+    steps = ((rank, _rank_step_time(run, rank, rates)) for rank in ranks)
+    return max(steps, key=lambda it: it[1].seconds)
 
 
 def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
@@ -284,17 +305,9 @@ def _collective_seconds(
     """
     exposed: dict[str, float] = {}
     overlappable: dict[str, float] = {}
-    groups: dict[tuple[str, ...], tuple[str, int, int]] = {}
-    devices_per_node = run.hardware.devices_per_node
-    for collective in list_collectives(run.parallelism, run, rank):
-        axes = collective.axes
-        if axes not in groups:
-            group_size = run.parallelism.describe_group(axes, devices_per_node)
-            groups[axes] = (_group_name(run.parallelism, axes), *group_size)
-        name, *group = groups[axes]
-        seconds = collective.count * _seconds_per_collective(run.hardware, collective, *group)
+    for group, collective, seconds in _list_collective_seconds(run, rank):
         seconds_by_axes = overlappable if collective.overlaps else exposed
-        seconds_by_axes[name] = seconds_by_axes.get(name, 0.0) + seconds
+        seconds_by_axes[group] = seconds_by_axes.get(group, 0.0) + seconds
     remaining = OVERLAP_SHARE * compute_seconds
     overlapped = 0.0
     for name, seconds in overlappable.items():
@@ -302,6 +315,19 @@ def _collective_seconds(
         remaining, overlapped = remaining - overlap, overlapped + overlap
         exposed[name] = exposed.get(name, 0.0) + seconds - overlap
     return {name: seconds for name, seconds in exposed.items() if seconds}, overlapped
+
+
+def _list_collective_seconds(run: RunConfig, rank: int) -> Iterator[tuple[str, Collective, float]]:
+    """Yield the collectives of a rank in a step, each with the name of its group and its time."""
+    groups: dict[tuple[str, ...], tuple[str, int, int]] = {}
+    for collective in list_collectives(run.parallelism, run, rank):
+        axes = collective.axes
+        if axes not in groups:
+            size = run.parallelism.describe_group(axes, run.hardware.devices_per_node)
+            groups[axes] = (_group_name(run.parallelism, axes), *size)
+        name, ranks, ranks_per_node = groups[axes]
+        seconds = _seconds_per_collective(run.hardware, collective, ranks, ranks_per_node)
+        yield name, collective, collective.count * seconds
 
 
 def _group_name(parallelism: ParallelismConfig, axes: tuple[str, ...]) -> str:

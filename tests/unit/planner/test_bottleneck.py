@@ -44,3 +44,12 @@ def test_high_mfu_and_cpu_runs_have_no_hint(plan_of: Callable[..., Plan]) -> Non
     assert plan.mfu > 0.3
     assert bottleneck_hint(plan) is None
     assert bottleneck_hint(plan_of("hardware=cpu")) is None
+
+
+def test_low_mfu_by_padding_names_the_micro_batch(plan_of: Callable[..., Plan]) -> None:
+    fsdp = ("parallelism=fsdp", "parallelism.shards=8", "trainer.global_batch=8")
+    hint = bottleneck_hint(plan_of(*RUN, *MIXED, *fsdp))
+    assert hint is not None
+    assert "75% of the samples of a step are padding; set trainer.micro_batch=1" in hint
+    followed = bottleneck_hint(plan_of(*RUN, *MIXED, *fsdp, "trainer.micro_batch=1"))
+    assert followed is None or "padding" not in followed

@@ -18,6 +18,7 @@ from scalewise.planner.operator_time import DeviceRates, forward_seconds
 from scalewise.planner.plan import Plan
 from scalewise.planner.step_time import (
     StepTime,
+    predict_collective_seconds,
     predict_step_time,
     ring_link,
 )
@@ -239,3 +240,20 @@ def test_step_time_includes_data_loading(plan_of: Callable[..., Plan]) -> None:
     assert step(plan_of).data_loading == 0
     tokens = plan_of(*CPU).run.tokens_per_step
     assert step(plan_of, "hardware.loader_tokens_per_s=1000").data_loading == tokens / 1000
+
+
+def test_collectives_by_kind_add_up_to_the_communication_of_the_step(compose: Compose) -> None:
+    overrides = ("model=llama3_8b", "hardware=h100_8", "precision=bf16_mixed", "data=synthetic")
+    run = compose(
+        *(*overrides, "trainer.global_batch=8", "trainer.micro_batch=4", "parallelism=mesh"),
+        *("parallelism.shards=2", "parallelism.tensor=4"),
+        check_machine=False,
+    )
+    step, collectives = predict_step_time(run), predict_collective_seconds(run)
+    assert step is not None
+    assert {f"{kind} over tensor" for kind in ("all-gather", "reduce-scatter")} <= {*collectives}
+    assert {f"{kind} over shards" for kind in ("all-gather", "reduce-scatter")} <= {*collectives}
+    exposed = sum(step.exposed_communication.values())
+    assert sum(collectives.values()) == pytest.approx(exposed + step.overlapped_communication)
+    single = compose("parallelism=single", "hardware=h100", check_machine=False)
+    assert predict_collective_seconds(single) == {}
