@@ -55,8 +55,9 @@ def print_search(result: SearchResult) -> None:
     console.print(train_command(base_run, best.overrides), soft_wrap=True, style="cyan")
     if (lowest := result.lowest_cost) is not None and lowest is not best:
         saved = 1 - lowest.cost(result.rank_by)[0] / best.cost(result.rank_by)[0]
+        drawback = "needs DeepSpeed" if lowest.needs_deepspeed else "has more mesh axes"
         console.print(
-            f"{_layout_text(lowest)} has more mesh axes; its predicted {result.rank_by} is "
+            f"{_layout_text(lowest)} {drawback}; its predicted {result.rank_by} is "
             f"{saved:.1%} less, which is within the error",
             soft_wrap=True,
         )

@@ -20,6 +20,7 @@ from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import SGDConfig
+from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration, search_refinement
 from scalewise.planner.fit_check import FitStatus, RunVariant
@@ -60,6 +61,11 @@ class SearchCandidate(Plan):
         """Whether the run fits."""
         return self.fit.status.is_acceptable
 
+    @property
+    def needs_deepspeed(self) -> bool:
+        """Whether the run trains with DeepSpeed, a package that others do not need."""
+        return isinstance(self.run.parallelism, DeepSpeedConfig)
+
     def cost(self, rank: RankBy) -> tuple[float, float]:
         """Return the ranked quantity, and the one that breaks a tie."""
         seconds, peak = self.step_seconds, float(self.fit.breakdown.peak)
@@ -93,7 +99,8 @@ class SearchResult:
     def best(self) -> SearchCandidate | None:
         """The best candidate: by fit, then by changes of training, then by the ranked quantity.
 
-        Of those within ``TIME_TOLERANCE`` of the least time or price, it has the fewest mesh axes.
+        Of those within ``TIME_TOLERANCE`` of the least time or price, it has the fewest mesh axes,
+        and needs no DeepSpeed if another one has as few.
         """
         first, rank = self.lowest_cost, self.rank_by
         if first is None or rank is RankBy.memory:
@@ -108,7 +115,7 @@ class SearchResult:
                 and len(candidate.training_overrides) == changes
                 and candidate.cost(rank)[0] <= limit * (1 + TIME_TOLERANCE)
             ),
-            key=lambda it: (_num_axes(it), it.cost(rank)),
+            key=lambda it: (_num_axes(it), it.needs_deepspeed, it.cost(rank)),
         )
 
     @cached_property

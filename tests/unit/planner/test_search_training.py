@@ -142,6 +142,22 @@ def test_search_chunks_the_loss_of_the_best_runs(find_strategies: FindStrategies
     assert {one.run.objective.loss_chunk for one in typed} == {512}
 
 
+def test_search_prefers_fsdp_to_an_insignificant_gain_of_deepspeed(
+    find_strategies: FindStrategies, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("model=llama3_8b", "hardware=h100_8", "adapter=lora", "data=synthetic")
+    overrides += ("optimizer=adamw", "memory=none", "trainer.micro_batch=2", "compile=block")
+    result = find_strategies("all", *overrides, "data.sequence=2048", "trainer.global_batch=16")
+    fastest = result.lowest_cost
+    assert fastest is not None
+    assert fastest.needs_deepspeed
+    assert result.best is not None
+    assert not result.best.needs_deepspeed
+    assert result.best.step_seconds < fastest.step_seconds * 1.05
+    show_search.print_search(result)
+    assert "needs DeepSpeed; its predicted time is" in capsys.readouterr().out
+
+
 def test_search_marks_changed_training_and_does_not_lead_with_it(
     find_strategies: FindStrategies,
 ) -> None:
