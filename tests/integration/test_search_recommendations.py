@@ -81,9 +81,10 @@ def test_recommended_runs_train(request_name: str, tmp_path: Path, shared_cache:
         for one in reversed(result.candidates)
         if one.is_acceptable and (one.refinement or len(one.training_overrides) == 1)
     }
+    typed = [text for text in request if text.split("=")[0] in ("precision", "trainer.clip_norm")]
     run_job = JobRunner(tmp_path, shared_cache)
     for overrides in dict.fromkeys((*spread, *by_option.values())):
-        run = run_job.without_defaults(*TINY_RUN, *overrides)
+        run = run_job.without_defaults(*TINY_RUN, *typed, *overrides)
         losses = run.column("train/loss")
         assert len(losses) == 2, overrides
         assert all(math.isfinite(loss) for loss in losses), overrides
