@@ -82,15 +82,17 @@ class OptunaSweeper(LaunchingSweeper):
 class CasesSweeper(LaunchingSweeper):
     """Sweeper that launches named cases, each with overrides and expectations of its own."""
 
-    def __init__(self, cases: Any, only: Any, hypothesis: str) -> None:
-        self.cases, self.only, self.hypothesis = cases, only, hypothesis
+    def __init__(self, cases: Any, only: Any, hypothesis: str, answer: str) -> None:
+        self.cases, self.only, self.hypothesis, self.answer = cases, only, hypothesis, answer
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Run the cases and return their results. Raises ``ConfigError`` for invalid cases."""
         from scalewise.config import app, parsed_overrides
 
-        cases, jobs = parsed_overrides.expand_cases(self.cases, self.only, arguments, self.loader)
-        app.set_cases(cases)
+        cases, jobs = parsed_overrides.expand_cases(
+            self.cases, self.only, self.answer, arguments, self.loader
+        )
+        app.set_cases(cases, self.hypothesis.strip(), self.answer.strip())
         return self.launcher.launch(jobs, initial_job_idx=0)
 
 
@@ -149,6 +151,7 @@ class CasesSweeperConf:
     cases: Any = None
     only: Any = None
     hypothesis: str = ""
+    answer: str = ""
 
 
 @dataclass

@@ -6,7 +6,7 @@ A case of ``hydra/sweeper=cases`` has a name, its overrides and its expectations
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,6 +15,22 @@ from scalewise.units import GIB, format_bytes, format_seconds
 
 STATUSES = tuple(EXIT_CODES)
 PLAN_STATUSES = ("fits", "out_of_memory", "host_out_of_memory")
+
+
+def format_loss(loss: float) -> str:
+    """Return a loss with four decimals."""
+    return f"{loss:.4f}"
+
+
+_COMPARED: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
+    "less_memory_than": ("peak memory", "peak_bytes", format_bytes),
+    "memory_ratio": ("peak memory", "peak_bytes", format_bytes),
+    "faster_than": ("step time", "step_s", format_seconds),
+    "time_ratio": ("step time", "step_s", format_seconds),
+    "lower_loss_than": ("loss", "loss", format_loss),
+    "loss_within": ("loss", "loss", format_loss),
+}
+"""Noun, attribute of ``CaseOutcome`` and formatter of each compared value, by key."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,13 @@ class Expectation:
     faster_than: str = ""
     """Case whose step time must be higher; empty: none."""
     loss_within: Mapping[str, float] = field(default_factory=dict)
-    """Largest relative difference of the last training loss from that of a case, by case."""
+    """Largest relative difference of the loss from that of a case, by case."""
+    lower_loss_than: str = ""
+    """Case whose loss must be higher; empty: none."""
+    memory_ratio: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Lowest and highest peak memory relative to that of a case, by case."""
+    time_ratio: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Lowest and highest step time relative to that of a case, by case."""
 
     @property
     def plan_status(self) -> str:
@@ -43,10 +65,11 @@ class Expectation:
     @property
     def compared_cases(self) -> Iterator[tuple[str, str]]:
         """Key and name of each case with which this one is compared."""
-        for key in ("less_memory_than", "faster_than"):
+        for key in ("less_memory_than", "faster_than", "lower_loss_than"):
             if case := getattr(self, key):
                 yield key, case
-        yield from (("loss_within", case) for case in self.loss_within)
+        for key in ("loss_within", "memory_ratio", "time_ratio"):
+            yield from ((key, case) for case in getattr(self, key))
 
     @property
     def text(self) -> str:
@@ -62,6 +85,11 @@ class Expectation:
         parts += [
             f"loss of {case} \u00b1{100 * share:g}%" for case, share in self.loss_within.items()
         ]
+        parts += [f"lower loss than {self.lower_loss_than}"] * bool(self.lower_loss_than)
+        for noun, ratios in (("memory", self.memory_ratio), ("step time", self.time_ratio)):
+            parts += [
+                f"{low:g} to {high:g} x {noun} of {case}" for case, (low, high) in ratios.items()
+            ]
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, object]:
@@ -93,7 +121,7 @@ class CaseOutcome:
     step_s: float | None = None
     """Step time in seconds."""
     loss: float | None = None
-    """Last training loss."""
+    """Last validation loss; the last training loss of a run that does not validate."""
 
 
 def unmet_expectations(
@@ -119,26 +147,24 @@ def unmet_expectations(
         if peak is None or not limits[0] * GIB <= peak <= limits[1] * GIB:
             reasons.append(f"peak memory {_text(peak, format_bytes)} is not in {_list(limits)} GiB")
     for key, case in expectation.compared_cases:
+        noun, attribute, unit = _COMPARED[key]
         other = outcomes.get(case)
-        if other is None or (key == "loss_within" and planned):
+        if other is None or (attribute == "loss" and planned):
             continue
-        own, base = _compared_value(key, outcome), _compared_value(key, other)
+        own, base = getattr(outcome, attribute), getattr(other, attribute)
         if planned and (own is None or base is None):  # the hardware profile lacks a rate
             continue
+        own_text, base_text = _text(own, unit), f"{_text(base, unit)} of {case}"
         if key == "loss_within":
             share = expectation.loss_within[case]
             if own is None or base is None or not abs(own - base) <= share * abs(base):
-                own_text, base_text = (_text(loss, "{:.4f}".format) for loss in (own, base))
-                reasons.append(
-                    f"loss {own_text} is not within {100 * share:g}% of {base_text} of {case}"
-                )
+                reasons.append(f"loss {own_text} is not within {100 * share:g}% of {base_text}")
+        elif key in ("memory_ratio", "time_ratio"):
+            low, high = getattr(expectation, key)[case]
+            if own is None or base is None or not low * base <= own <= high * base:
+                reasons.append(f"{noun} {own_text} is not {low:g} to {high:g} x {base_text}")
         elif own is None or base is None or not own < base:
-            noun, unit = (
-                ("peak memory", format_bytes)
-                if key == "less_memory_than"
-                else ("step time", format_seconds)
-            )
-            reasons.append(f"{noun} {_text(own, unit)} is not below {_text(base, unit)} of {case}")
+            reasons.append(f"{noun} {own_text} is not below {base_text}")
     return reasons
 
 
@@ -204,8 +230,16 @@ def parse_expectation(key: str, values: object, issues: list[ConfigIssue]) -> Ex
         elif (reason := _value_issue(str(name), value)) is not None:
             issues.append(ConfigIssue(entry, format_value(value), reason))
         else:
-            checked[str(name)] = tuple(value) if name == "peak_memory_gib" else value
+            checked[str(name)] = _checked_value(str(name), value)
     return Expectation(**checked)
+
+
+def _checked_value(name: str, value: Any) -> object:
+    if name == "peak_memory_gib":
+        return tuple(value)
+    if name in ("memory_ratio", "time_ratio"):
+        return {case: tuple(limits) for case, limits in value.items()}
+    return value
 
 
 def _value_issue(name: str, value: object) -> str | None:
@@ -214,9 +248,10 @@ def _value_issue(name: str, value: object) -> str | None:
     if allowed is not None:
         return None if value in allowed else f"must be one of {', '.join(allowed)}"
     if name == "peak_memory_gib":
-        numbers = value if isinstance(value, list | tuple) else ()
-        is_range = len(numbers) == 2 and all(isinstance(it, int | float) for it in numbers)
-        return None if is_range and numbers[0] <= numbers[1] else "must be [LOWEST, HIGHEST]"
+        return None if _is_range(value) else "must be [LOWEST, HIGHEST]"
+    if name in ("memory_ratio", "time_ratio"):
+        is_valid = isinstance(value, Mapping) and all(map(_is_range, value.values()))
+        return None if is_valid else "must map cases to ranges: {CASE: [0.4, 0.6]}"
     if name == "loss_within":
         shares = value.values() if isinstance(value, Mapping) else (None,)
         is_valid = all(isinstance(share, int | float) and share > 0 for share in shares)
@@ -224,12 +259,10 @@ def _value_issue(name: str, value: object) -> str | None:
     return None if isinstance(value, str) else "must be the name of a case"
 
 
-def _compared_value(key: str, outcome: CaseOutcome) -> float | None:
-    return {
-        "less_memory_than": outcome.peak_bytes,
-        "faster_than": outcome.step_s,
-        "loss_within": outcome.loss,
-    }[key]
+def _is_range(value: object) -> bool:
+    numbers = value if isinstance(value, list | tuple) else ()
+    is_pair = len(numbers) == 2 and all(isinstance(it, int | float) for it in numbers)
+    return is_pair and numbers[0] <= numbers[1]
 
 
 def _text(value: float | None, template: Any) -> str:

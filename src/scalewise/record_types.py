@@ -134,6 +134,8 @@ class SweepRecord(_Jobs, total=False):
 
     name: str
     question: str
+    hypothesis: str
+    answer: str
     command: str
     verb: str
     started: str

@@ -56,6 +56,30 @@ OUTCOMES = {
             ["step time 500 ms is not below unknown of large"],
         ),
         ("small", Expectation(faster_than="absent"), []),
+        ("base", Expectation(lower_loss_than="small"), []),
+        (
+            "small",
+            Expectation(lower_loss_than="base"),
+            ["loss 4.0200 is not below 4.0000 of base"],
+        ),
+        (
+            "small",
+            Expectation(memory_ratio={"base": (0.5, 0.5)}, time_ratio={"base": (0.4, 0.6)}),
+            [],
+        ),
+        (
+            "small",
+            Expectation(memory_ratio={"base": (0.6, 0.7)}, time_ratio={"base": (0.1, 0.2)}),
+            [
+                "peak memory 1.00 GiB is not 0.6 to 0.7 x 2.00 GiB of base",
+                "step time 500 ms is not 0.1 to 0.2 x 1.0 s of base",
+            ],
+        ),
+        (
+            "small",
+            Expectation(memory_ratio={"large": (0, 1)}),
+            ["peak memory 1.00 GiB is not 0 to 1 x unknown of large"],
+        ),
     ],
 )
 def test_unmet_expectations_give_each_reason(

@@ -25,6 +25,7 @@ from scalewise.reports import renderer
 from scalewise.reports.chart_layout import NO_CHART, ChartPicture
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
+from scalewise.sweep_question import SweepQuestion
 
 Compose = Callable[..., RunConfig]
 TOO_MANY = OSError(errno.EMFILE, "Too many open files")
@@ -183,7 +184,7 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
         tmp_path,
         FailingExecutor(),
         command="",
-        question="",
+        question=SweepQuestion(""),
         on_start=lambda *_: None,
         on_end=raise_too_many,  # has no other consequence
     )

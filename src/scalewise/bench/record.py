@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from scalewise.bench import gpu_accuracy, suite_table
+from scalewise.bench import gpu_accuracy, lab_record, suite_table
 from scalewise.bench.suite import Compose
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
@@ -231,6 +231,7 @@ PARAGRAPHS = {
     "planned": planner_figures,
     "gpu": suite_table.gpu_section,
     "comparison": suite_table.comparison_section,
+    "answers": lab_record.answers_text,
 }
 """Functions that write the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

@@ -7,18 +7,21 @@ from pathlib import Path
 
 from rich.table import Table
 
+from scalewise.bench import lab_record, record
 from scalewise.commands import show_grades
 from scalewise.config import app, labs
 from scalewise.config.compose import compose
 from scalewise.config.labs import Lab
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.expectations import Expectation
+from scalewise.expectations import CaseOutcome, Expectation
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.plain_console import get_console, styled_text
+from scalewise.planner.plan import build_plan
 from scalewise.reports import grading, records
 from scalewise.reports.grading import GradedCase
 from scalewise.reports.records import RunRecord, SweepRecord
+from scalewise.sweep_question import SweepQuestion
 from scalewise.tracking.sweep_record import sweep_start
 from scalewise.typed_override import command_line
 
@@ -28,7 +31,10 @@ STYLES = {"passed": "green", "failed": "red"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``scalewise lab [NAME]`` or ``scalewise lab grade FOLDER...``; return the exit code."""
+    """Run ``scalewise lab [NAME]``, ``lab grade FOLDER...`` or ``lab record NAME``.
+
+    Return the exit code.
+    """
     app.prepare()
     match list(arguments):
         case []:
@@ -36,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         case ["grade", *folders]:
             return _grade_folders([Path(folder).expanduser() for folder in folders])
+        case ["record", name, *overrides]:
+            return _record_lab(labs.find_lab(name), overrides)
         case [name]:
             _print_lab(labs.find_lab(name))
             return 0
@@ -66,7 +74,7 @@ def _print_lab(lab: Lab) -> None:
     print_lines(f"Prediction: {predict}", f"Run: {train}", "")
     if folders := _sweep_folders(lab.name):
         print_lines(f"Last result: {folders[-1]}")
-    show_grades.print_grades(_grade(lab.expectations, folders))
+    show_grades.print_grades(_grade(lab.expectations, folders), lab.answer)
 
 
 def _status(lab: Lab) -> str:
@@ -111,9 +119,39 @@ def _grade_folders(folders: Sequence[Path]) -> int:
         expectations = installed.expectations if installed else {}
         print_lines(f"{name}: {', '.join(map(str, sweep_folders))}")
         cases = _grade(expectations, sweep_folders)
-        show_grades.print_grades(cases)
+        show_grades.print_grades(cases, installed.answer if installed else "")
         passed = passed and all(case.passed for case in cases)
     return 0 if passed else 1
+
+
+def _record_lab(lab: Lab, overrides: Sequence[str]) -> int:
+    """Write the last result of a lab to the records of the checkout; return 0 if it is as expected.
+
+    A lab that never ran here is recorded with its plans, with ``overrides`` of every case.
+    """
+    base = compose([f"sweep={lab.name}", *overrides], check_machine=False)
+    path = record.record_path(lab_record.NAME, base.hardware)
+    folders = _sweep_folders(lab.name)
+    cases = _grade(lab.expectations, folders) if folders else _plan_cases(lab, overrides)
+    question = SweepQuestion(lab.question, lab.hypothesis, lab.answer)
+    entry = lab_record.lab_entry(question, cases, planned=not folders)
+    command = command_line("lab", ["record", lab.name, *overrides])
+    content = record.build_record({**entry, "hardware": base.hardware.match or "cpu"}, command)
+    record.write_record(path, lab_record.merge_entry(path, lab.name, content))
+    show_grades.print_grades(cases, lab.answer, planned=not folders)
+    print_lines(f"Recorded in {path}")
+    return 0 if all(case.passed for case in cases) else 1
+
+
+def _plan_cases(lab: Lab, overrides: Sequence[str]) -> list[GradedCase]:
+    outcomes = {}
+    for case in lab.cases:
+        plan = build_plan(
+            compose([f"sweep={lab.name}", *overrides, *case.overrides], check_machine=False)
+        )
+        step_s = plan.step_time.seconds if plan.step_time else None
+        outcomes[case.name] = CaseOutcome(plan.fit.status.value, float(plan.fit.peak), step_s)
+    return grading.grade_plans(lab.expectations, outcomes)
 
 
 def _sweep_files(folder: Path) -> list[Path]:

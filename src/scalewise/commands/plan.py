@@ -25,6 +25,7 @@ from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, Memo
 from scalewise.planner.plan import Plan, build_plan, padding_notes, sum_plans, training_tokens
 from scalewise.planner.search import search_runs
 from scalewise.run_config import RunConfig
+from scalewise.sweep_question import SweepQuestion
 
 
 class PlanCommand(Command):
@@ -72,7 +73,7 @@ class PlanCommand(Command):
         self,
         jobs: Sequence[SweepJob],
         folder: Path,
-        question: str,
+        question: SweepQuestion,
         launcher_options: Mapping[str, object],
     ) -> list[JobOutcome]:
         """Print one row per job; with ``plan.search``, the best run of each job.
@@ -95,7 +96,7 @@ class PlanCommand(Command):
             if jobs[0].expectation is None:
                 show_plan.print_plan_table(remaining)
             else:
-                passed = _grade_plans(jobs, plans)
+                passed = _grade_plans(jobs, plans, question)
             remaining_plans = [plan for _, plan in remaining]
             show_plan.print_totals(
                 sum_plans(remaining_plans), _packed_makespan(remaining_plans, launcher_options)
@@ -132,7 +133,9 @@ class PlanCommand(Command):
         return finished
 
 
-def _grade_plans(jobs: Sequence[SweepJob], plans: Sequence[Plan]) -> dict[str, bool]:
+def _grade_plans(
+    jobs: Sequence[SweepJob], plans: Sequence[Plan], question: SweepQuestion
+) -> dict[str, bool]:
     """Print the grades of the plans of cases; return whether each is as expected, by name."""
     from scalewise.commands import show_grades  # imports numpy
 
@@ -142,7 +145,7 @@ def _grade_plans(jobs: Sequence[SweepJob], plans: Sequence[Plan]) -> dict[str, b
         expectations[job.run.name] = job.expectation
         step_s = plan.step_time.seconds if plan.step_time else None
         outcomes[job.run.name] = CaseOutcome(plan.fit.status.value, float(plan.fit.peak), step_s)
-    return show_grades.grade_plans(expectations, outcomes)
+    return show_grades.grade_plans(expectations, outcomes, question.answer)
 
 
 def _print_json(run: RunConfig) -> int:

@@ -13,27 +13,28 @@ from scalewise.plain_console import get_console, styled_text
 from scalewise.reports import grading, records
 from scalewise.reports.grading import GradedCase
 from scalewise.reports.records import SweepRecord
+from scalewise.sweep_question import UNKNOWN
 
 
 def grade_sweep_folder(folder: Path) -> dict[str, bool]:
     """Print the grades of a sweep of cases; return whether each case is as expected, by name."""
     record = records.read_record(folder)
     cases = grading.grade_sweep(record) if isinstance(record, SweepRecord) else []
-    print_grades(cases)
+    print_grades(cases, record.answer if isinstance(record, SweepRecord) else "")
     return {case.name: case.passed for case in cases}
 
 
 def grade_plans(
-    expectations: Mapping[str, Expectation], outcomes: Mapping[str, CaseOutcome]
+    expectations: Mapping[str, Expectation], outcomes: Mapping[str, CaseOutcome], answer: str
 ) -> dict[str, bool]:
     """Print the grades of plans; return whether each case is as expected, by name."""
     cases = grading.grade_plans(expectations, outcomes)
-    print_grades(cases, planned=True)
+    print_grades(cases, answer, planned=True)
     return {case.name: case.passed for case in cases}
 
 
-def print_grades(cases: Sequence[GradedCase], *, planned: bool = False) -> None:
-    """Print a table with one graded case per line, and how many are as expected."""
+def print_grades(cases: Sequence[GradedCase], answer: str, *, planned: bool = False) -> None:
+    """Print a table with one graded case per line, how many are as expected, and the answer."""
     numbers = grading.grade_table(cases, planned=planned)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(numbers.corner)
@@ -45,3 +46,9 @@ def print_grades(cases: Sequence[GradedCase], *, planned: bool = False) -> None:
         table.add_row(name, *cells[:-1], result)
     get_console().print(table)
     print_lines("", grading.summary_line(cases).capitalize())
+    if answer and any(case.outcome is not None for case in cases):
+        text = grading.answer_text(answer, cases, predicted=planned)
+        if not planned:
+            print_lines(f"Answer: {text}", grading.hypothesis_line(cases))
+        elif UNKNOWN not in text:  # a plan predicts no loss
+            print_lines(f"Predicted answer: {text}")

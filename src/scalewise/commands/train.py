@@ -21,6 +21,7 @@ from scalewise.launch.sweep_resume import EarlierJob, ResumeRequest
 from scalewise.launch.sweep_runner import claim_sweep_folder, execute_all
 from scalewise.planner.fit_check import check_fit
 from scalewise.run_config import RunConfig
+from scalewise.sweep_question import SweepQuestion
 from scalewise.tracking import wandb_session
 from scalewise.typed_override import command_line
 
@@ -103,7 +104,7 @@ class TrainCommand(Command):
         self,
         jobs: Sequence[SweepJob],
         folder: Path,
-        question: str,
+        question: SweepQuestion,
         launcher_options: Mapping[str, object],
     ) -> list[JobOutcome]:
         """Run the jobs of a sweep, then write its report."""

@@ -89,6 +89,7 @@ FORMS: dict[str, Rows] = {
         ("scalewise lab", "every lab: question, hypothesis, and status below runs/"),
         ("scalewise lab NAME", "expected outcome of each case, and its last result"),
         ("scalewise lab grade FOLDER ...", "grades runs; exit code 0 if all are as expected"),
+        ("scalewise lab record NAME", "writes the last result of a lab to experiments/records"),
     ),
     "explain": (
         ("scalewise explain KEY ...", "documentation, type, unit, defaults, allowed values"),

@@ -23,6 +23,7 @@ from scalewise.launch import external_launcher, signals
 from scalewise.objectives import UserModule
 from scalewise.plain_console import PlainConsole, get_console, styled_text
 from scalewise.run_config import RunConfig
+from scalewise.sweep_question import SweepQuestion
 from scalewise.typed_override import command_line, replace_overrides
 from scalewise.verify import reduced_run
 
@@ -53,7 +54,7 @@ class VerifyCommand(Command):
         self,
         jobs: Sequence[SweepJob],
         folder: Path,
-        question: str,
+        question: SweepQuestion,
         launcher_options: Mapping[str, object],
     ) -> list[JobOutcome]:
         """Compare the runs of a sweep one after another."""

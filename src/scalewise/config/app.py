@@ -32,6 +32,7 @@ from scalewise.config.run_folders import missing_folders, record_hydra_folders, 
 from scalewise.errors import ConfigError, did_you_mean
 from scalewise.expectations import SweepCase
 from scalewise.run_config import RunConfig
+from scalewise.sweep_question import SweepQuestion
 
 _contexts: list[CommandContext] = []
 
@@ -195,7 +196,8 @@ def launch(
     jobs = [_relocated(job, proposed_folder, folder) for job in jobs]
     launcher_options = options()
     try:
-        outcomes = context.command.run_sweep(jobs, folder, jobs[0].run.question, launcher_options)
+        question = SweepQuestion(jobs[0].run.question, context.hypothesis, context.answer)
+        outcomes = context.command.run_sweep(jobs, folder, question, launcher_options)
     except Exception as error:  # Hydra wraps it otherwise
         context.exceptions.append(error)
         raise
@@ -289,9 +291,16 @@ def set_file_overrides(overrides: Sequence[str]) -> None:
     _contexts[-1].file_overrides = overrides
 
 
-def set_cases(cases: Sequence[SweepCase]) -> None:
-    """Store the cases of the multirun, one per job; called by the Hydra sweeper."""
+def set_cases(cases: Sequence[SweepCase], hypothesis: str, answer: str) -> None:
+    """Store the cases of the multirun, one per job; called by the Hydra sweeper.
+
+    Args:
+        cases: Cases.
+        hypothesis: Expected answer to the question of the sweep.
+        answer: Template of the answer.
+    """
     _contexts[-1].cases = cases
+    _contexts[-1].hypothesis, _contexts[-1].answer = hypothesis, answer
 
 
 def _validate_jobs(

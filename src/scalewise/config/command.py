@@ -7,6 +7,7 @@ from pathlib import Path
 from scalewise.errors import ConfigError
 from scalewise.expectations import Expectation, SweepCase
 from scalewise.run_config import RunConfig
+from scalewise.sweep_question import SweepQuestion
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Command:
         self,
         jobs: Sequence[SweepJob],
         folder: Path,
-        question: str,
+        question: SweepQuestion,
         launcher_options: Mapping[str, object],
     ) -> list[JobOutcome]:
         """Run a batch of jobs in ``folder`` and return the outcome of each job.
@@ -96,7 +97,7 @@ class Command:
         Args:
             jobs: Validated jobs.
             folder: Sweep folder.
-            question: Question of the sweep, the title of its report.
+            question: Question of the sweep, with hypothesis and answer.
             launcher_options: Options of ``hydra/launcher``; ``engine`` names the executor.
         """
         raise NotImplementedError
@@ -132,3 +133,7 @@ class CommandContext:
     """Overrides that a sweep file adds to the command line."""
     cases: Sequence[SweepCase] = ()
     """Cases of ``hydra/sweeper=cases``, one per job."""
+    hypothesis: str = ""
+    """Expected answer to the question of the cases."""
+    answer: str = ""
+    """Template of the answer."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scalewise.bounded_yaml import load_yaml
 from scalewise.config import paths
 from scalewise.errors import ConfigError, did_you_mean
-from scalewise.expectations import Expectation, parse_cases
+from scalewise.expectations import Expectation, SweepCase, parse_cases
+from scalewise.sweep_question import answer_issues
 
 CASES_SWEEPER = {"override /hydra/sweeper": "cases"}
 
@@ -23,8 +24,15 @@ class Lab:
     """Question that the cases answer."""
     hypothesis: str
     """Expected answer."""
-    expectations: Mapping[str, Expectation]
-    """Expected outcome by case."""
+    answer: str
+    """Template of the answer; empty: none."""
+    cases: Sequence[SweepCase]
+    """Cases, in the order in which they run."""
+
+    @property
+    def expectations(self) -> Mapping[str, Expectation]:
+        """Expected outcome by case."""
+        return {case.name: case.expect for case in self.cases}
 
 
 def find_labs() -> dict[str, Lab]:
@@ -49,7 +57,8 @@ def _read_lab(name: str) -> Lab | None:
         return None
     sweeper = content["hydra"]["sweeper"]
     cases, issues = parse_cases(sweeper["cases"])
+    answer = sweeper.get("answer", "").strip()
+    issues += answer_issues(answer, sweeper["cases"])
     if issues:
         raise ConfigError(issues)
-    expectations = {case.name: case.expect for case in cases}
-    return Lab(name, content["question"], sweeper["hypothesis"].strip(), expectations)
+    return Lab(name, content["question"], sweeper["hypothesis"].strip(), answer, cases)

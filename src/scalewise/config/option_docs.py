@@ -95,6 +95,10 @@ class CasesOptions:
     """Names of the cases to run; null: all."""
     hypothesis: str = ""
     """Expected answer to the question of the sweep."""
+    answer: str = ""
+    """Template of the answer in the report, in which ``{CASE.memory}``, ``{CASE.time}``,
+    ``{CASE.loss}`` and ``{CASE.status}`` are measured values, and ``{CASE.time / OTHER}`` is
+    relative to another case."""
 
 
 @dataclasses.dataclass(frozen=True)

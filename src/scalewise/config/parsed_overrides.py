@@ -23,6 +23,7 @@ from scalewise import typed_override
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.expectations import SweepCase, parse_cases
 from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, job_count_issues
+from scalewise.sweep_question import answer_issues
 
 
 def sweep_overrides(params: Mapping[str, object], zipped: Mapping[str, object]) -> list[str]:
@@ -100,14 +101,19 @@ def expand_jobs(
 
 
 def expand_cases(
-    cases: object, only: object, cli_overrides: Sequence[str], loader: ConfigLoader
+    cases: object,
+    only: object,
+    answer: object,
+    cli_overrides: Sequence[str],
+    loader: ConfigLoader,
 ) -> tuple[list[SweepCase], list[list[str]]]:
     """Cases of ``hydra/sweeper=cases``, and the overrides of the job of each.
 
-    The name of a case becomes the name of its run. Raises ``ConfigError`` if a case is invalid, or
-    if the command line varies a key or sets one that cases set.
+    The name of a case becomes the name of its run. Raises ``ConfigError`` if a case or the template
+    of the answer is invalid, or if the command line varies a key or sets one that cases set.
     """
     parsed_cases, issues = parse_cases(cases, only)
+    issues += answer_issues(answer, cases if isinstance(cases, Mapping) else ())
     axes, fixed_overrides = read_axes(cli_overrides, loader)
     fix = "remove it, or edit the cases in the file of the sweep"
     issues += [ConfigIssue(axis.key, "", "is varied by a sweep of cases", fix) for axis in axes]

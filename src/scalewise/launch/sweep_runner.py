@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scalewise.launch.job import Result
 from scalewise.launch.locks import FolderLock, InUseError, process_identity
 from scalewise.launch.sweep_resume import earlier_jobs
 from scalewise.run_files import read_json, write_json
+from scalewise.sweep_question import SweepQuestion
 
 RESERVED_BYTES = 65536
 """Disk space reserved for the reasons of outcomes, in bytes, in addition to twice the record."""
@@ -29,7 +31,7 @@ def execute_all(
     executor: Executor,
     *,
     command: str,
-    question: str,
+    question: SweepQuestion,
     on_start: Callable[[SweepTask, int], None],
     on_end: Callable[[SweepTask, Result], None],
     kept_results: Mapping[int, Result] | None = None,
@@ -163,12 +165,12 @@ def _restore_record(folder: Path, previous_record: dict[str, Any]) -> None:
 
 
 def _sweep_record(
-    folder: Path, previous_record: dict[str, Any], command: str, question: str
+    folder: Path, previous_record: dict[str, Any], command: str, question: SweepQuestion
 ) -> dict[str, Any]:
     """Record of the running sweep, updated from ``previous_record`` or new."""
     new_record: dict[str, Any] = {
         "name": folder.parent.name,
-        "question": question,
+        "question": question.question,
         "command": command,
         "verb": "train",
         "started": _now(),
@@ -176,7 +178,7 @@ def _sweep_record(
         "jobs": [],
     }
     current_values = {
-        "question": question,
+        **{key: text for key, text in asdict(question).items() if text or key == "question"},
         "command": command,
         "ended": None,
         "process": process_identity(),

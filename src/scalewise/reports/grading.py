@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scalewise import sweep_question
 from scalewise.expectations import CaseOutcome, Expectation, unmet_expectations
 from scalewise.reports import number_format
-from scalewise.reports.compare import LOSS, PEAK, STEP, measured_value
+from scalewise.reports.compare import (
+    LOSS,
+    PEAK,
+    PREDICTED_PEAK,
+    PREDICTED_STEP,
+    STEP,
+    VALIDATION_LOSS,
+    measured_value,
+)
 from scalewise.reports.records import RunRecord, SweepRecord
 from scalewise.reports.sections import NumbersTable, ReportSection
 from scalewise.units import format_bytes, format_seconds
@@ -25,6 +34,8 @@ class GradedCase:
     """Fit status of the plan; empty if unknown."""
     outcome: CaseOutcome | None
     """Measured outcome, or the plan's if nothing ran; None: not run."""
+    prediction: CaseOutcome
+    """Predicted outcome; its loss is unknown."""
     unmet: tuple[str, ...]
     """Reasons why the case does not meet its expectations; empty if it does."""
 
@@ -41,14 +52,7 @@ def grade_runs(
 ) -> list[GradedCase]:
     """Grade the runs of cases; each mapping is by the name of the case."""
     outcomes = {
-        name: CaseOutcome(
-            run.status,
-            measured_value(run, PEAK),
-            measured_value(run, STEP),
-            measured_value(run, LOSS),
-        )
-        for name, run in runs.items()
-        if run.status != "not_run"
+        name: _measured_outcome(run) for name, run in runs.items() if run.status != "not_run"
     }
     return [
         GradedCase(
@@ -56,6 +60,13 @@ def grade_runs(
             expectation,
             fit_statuses.get(name, ""),
             outcomes.get(name),
+            CaseOutcome(
+                fit_statuses.get(name, ""),
+                runs[name].predicted.get(PREDICTED_PEAK),
+                runs[name].predicted.get(PREDICTED_STEP),
+            )
+            if name in runs
+            else CaseOutcome(fit_statuses.get(name, "")),
             tuple(unmet_expectations(name, expectation, outcomes, planned=False)),
         )
         for name, expectation in expectations.items()
@@ -79,6 +90,7 @@ def grade_plans(
             expectation,
             statuses.get(name, ""),
             outcomes.get(name),
+            outcomes.get(name, CaseOutcome("")),
             tuple(unmet_expectations(name, expectation, graded, planned=True)),
         )
         for name, expectation in expectations.items()
@@ -116,6 +128,24 @@ def grade_table(cases: Sequence[GradedCase], *, planned: bool = False) -> Number
     return NumbersTable("case", tuple(heads), tuple(cells))
 
 
+def answer_text(answer: str, cases: Sequence[GradedCase], *, predicted: bool = False) -> str:
+    """Answer to the question of the cases, with their measured or predicted values.
+
+    ``answer``: template of :func:`scalewise.sweep_question.format_answer`.
+    """
+    outcomes = {case.name: case.prediction if predicted else case.outcome for case in cases}
+    known = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+    return sweep_question.format_answer(answer, known)
+
+
+def hypothesis_line(cases: Sequence[GradedCase]) -> str:
+    """Whether the hypothesis of the cases held, in a sentence without its period."""
+    unmet = [f"{case.name}: {'; '.join(case.unmet)}" for case in cases if not case.passed]
+    if not unmet:
+        return f"The hypothesis held: {summary_line(cases)}"
+    return f"The hypothesis did not hold: {summary_line(cases)}; {'; '.join(unmet)}"
+
+
 def summary_line(cases: Sequence[GradedCase]) -> str:
     """Number of cases that meet their expectations, in a sentence without its period."""
     passed = sum(case.passed for case in cases)
@@ -134,6 +164,26 @@ def expectations_section(sweep: SweepRecord) -> ReportSection | None:
         (),
         numbers=grade_table(cases),
         explanation=("Change: relative to the case above that has a number.",),
+        bullets=(f"Hypothesis: {sweep.hypothesis}",) * bool(sweep.hypothesis),
+    )
+
+
+def answer_section(sweep: SweepRecord) -> ReportSection | None:
+    """Section with the answer of a sweep of cases; None if the sweep has no template of it."""
+    cases = grade_sweep(sweep)
+    if not cases or not sweep.answer:
+        return None
+    answer = answer_text(sweep.answer, cases)
+    return ReportSection("answer", "Answer", answer, (), bullets=(hypothesis_line(cases),))
+
+
+def _measured_outcome(run: RunRecord) -> CaseOutcome:
+    loss = measured_value(run, VALIDATION_LOSS)
+    return CaseOutcome(
+        run.status,
+        measured_value(run, PEAK),
+        measured_value(run, STEP),
+        measured_value(run, LOSS) if loss is None else loss,
     )
 
 

@@ -201,6 +201,10 @@ class SweepRecord:
     """Jobs by number."""
     wandb: Mapping[str, object] = field(default_factory=dict)
     """The W&B report."""
+    hypothesis: str = ""
+    """Expected answer to the question of a sweep of cases."""
+    answer: str = ""
+    """Template of the answer, as :func:`scalewise.sweep_question.format_answer` takes it."""
     expectations: Mapping[str, Expectation] = field(default_factory=dict)
     """Expected outcome by case, of a sweep of cases."""
     fit_statuses: Mapping[str, str] = field(default_factory=dict)
@@ -283,6 +287,8 @@ def _read_sweep(folder: Path, record: dict[str, Any]) -> SweepRecord:
         folder=folder.name,
         name=sweep.get("name") or folder.name,
         question=sweep.get("question", ""),
+        hypothesis=sweep.get("hypothesis", ""),
+        answer=sweep.get("answer", ""),
         command=sweep.get("command", ""),
         subcommand=sweep.get("verb") or "train",
         started=_parse_time(sweep.get("started")),

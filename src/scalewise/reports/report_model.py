@@ -199,6 +199,8 @@ def _sweep_report(
     )
     yield from (section for section in sections if section is not None)
     yield from _failed_part(comparison)
+    if (section := grading.answer_section(sweep)) is not None:
+        yield section
 
 
 def _varied_part(comparison: ReportComparison) -> VariedPart:

@@ -28,6 +28,7 @@ from scalewise.config.parse import parse_run
 from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash
 from scalewise.run_config import RunConfig
+from scalewise.sweep_question import SweepQuestion
 
 pytestmark = pytest.mark.usefixtures("cpu_machine")
 
@@ -284,7 +285,7 @@ class HashConfigs(RecordingCommand):
         self,
         jobs: Sequence[SweepJob],
         folder: Path,
-        question: str,
+        question: SweepQuestion,
         launcher_options: Mapping[str, object],
     ) -> list[JobOutcome]:
         compose_module._compose_unresolved.cache_clear()

@@ -31,6 +31,7 @@ from scalewise.launch.sweep_resume import (
 from scalewise.launch.sweep_runner import claim_sweep_folder, execute_all
 from scalewise.run_config import RunConfig
 from scalewise.run_files import write_json
+from scalewise.sweep_question import SweepQuestion
 
 Compose = Callable[..., RunConfig]
 
@@ -182,7 +183,10 @@ def test_record_of_removed_jobs_is_updated(sweep: Path) -> None:
     write_job_folder(sweep / "4-2", "ok")
     messages: list[object] = []
     none: dict[str, Any] = {"on_start": messages.append, "on_end": messages.append}
-    assert execute_all([], sweep, SequentialExecutor(), command="", question="", **none) == []
+    assert (
+        execute_all([], sweep, SequentialExecutor(), command="", question=SweepQuestion(""), **none)
+        == []
+    )
     job_records = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
     statuses = ["ok", "failed", "timeout", "interrupted", "ok", "interrupted", "refused"]
     assert [job_record["status"] for job_record in job_records] == statuses

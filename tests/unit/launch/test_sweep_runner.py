@@ -16,6 +16,7 @@ from scalewise.launch.job import JobSpec, Result
 from scalewise.launch.sweep_runner import execute_all
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_json
+from scalewise.sweep_question import SweepQuestion
 
 NO_CALLBACKS: dict[str, Any] = {"on_start": lambda *_: None, "on_end": lambda *_: None}
 
@@ -52,7 +53,14 @@ def tasks(compose: Callable[..., RunConfig], tmp_path: Path) -> list[SweepTask]:
 
 def test_rejected_sweep_leaves_no_record(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        execute_all(tasks, tmp_path, EndsAtOnce(refuse), command="", question="", **NO_CALLBACKS)
+        execute_all(
+            tasks,
+            tmp_path,
+            EndsAtOnce(refuse),
+            command="",
+            question=SweepQuestion(""),
+            **NO_CALLBACKS,
+        )
     assert not (tmp_path / "sweep.json").exists()
 
 
@@ -60,12 +68,26 @@ def test_resumed_sweep_keeps_its_record(tasks: list[SweepTask], tmp_path: Path) 
     before = {"jobs": [], "process": {}, "question": "Why?"}
     write_json(tmp_path / "sweep.json", before)
     with pytest.raises(ConfigError):
-        execute_all(tasks, tmp_path, EndsAtOnce(refuse), command="", question="", **NO_CALLBACKS)
+        execute_all(
+            tasks,
+            tmp_path,
+            EndsAtOnce(refuse),
+            command="",
+            question=SweepQuestion(""),
+            **NO_CALLBACKS,
+        )
     assert read_json(tmp_path / "sweep.json") == before
 
 
 def test_signal_before_the_first_job_is_recorded(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="SIGINT between the jobs of the sweep"):
-        execute_all(tasks, tmp_path, EndsAtOnce(interrupt), command="", question="", **NO_CALLBACKS)
+        execute_all(
+            tasks,
+            tmp_path,
+            EndsAtOnce(interrupt),
+            command="",
+            question=SweepQuestion(""),
+            **NO_CALLBACKS,
+        )
     record = read_json(tmp_path / "sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 2  # type: ignore[attr-defined]  # JSON
