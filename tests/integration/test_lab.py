@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner
 from fixtures.documentation import FENCE, ROOT
+
+from scalewise.bench.lab_record import answers_text
+from scalewise.config.labs import find_lab
 
 FILE = """
 defaults:
@@ -17,6 +21,7 @@ hydra:
   mode: MULTIRUN
   sweeper:
     hypothesis: The large run is out of memory.
+    answer: The large run is {large.status}, the small one {small.status}.
     cases:
       large: {overrides: +inject=oom, expect: {status: out_of_memory}}
       small: {overrides: seed=3, expect: {peak_memory_gib: [0, 1], loss_within: {other: 0.5}}}
@@ -43,7 +48,10 @@ def test_sweep_of_cases_is_graded(run_cli: CliRunner, lab_folder: Path) -> None:
         "plan": "fits",
     }
     assert [job.status["name"] for job in folder.jobs] == ["large", "small", "other"]
-    assert 'id="expectations"' in (folder.path / "report.html").read_text("utf-8")
+    report = (folder.path / "report.html").read_text("utf-8")
+    assert report.index('id="expectations"') < report.index('id="answer"')
+    assert "The large run is out_of_memory, the small one ok." in report
+    assert "The hypothesis held: 3 of 3 cases as expected" in " ".join(result.out.split())
     graded = run_cli("grade", "runs", command="lab").assert_ok()
     assert "mine" in graded.out
     assert "3 of 3 cases as expected" in graded.out
@@ -109,6 +117,43 @@ def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
     assert "fail: not run" in shown
     run_cli("lab_gpu", command="lab").assert_rejected("is not a lab", "lab_cpu")
     run_cli("grade", command="lab").assert_rejected("no folder given")
+
+
+@pytest.mark.parametrize(
+    "name", ["lab_communication", "lab_optimization", "lab_parallelism", "lab_precision"]
+)
+def test_cpu_lab_is_planned_as_expected(name: str, run_cli: CliRunner) -> None:
+    out = run_cli(f"sweep={name}", command="plan").assert_ok().out
+    num_cases = len(find_lab(name).expectations)
+    assert f"{num_cases} of {num_cases} cases as expected" in out
+
+
+def test_slow_link_lab_predicts_its_answer(run_cli: CliRunner) -> None:
+    result = run_cli("sweep=lab_slow_link", command="plan").assert_ok()
+    assert "6 of 6 cases as expected" in result.out
+    assert "Predicted answer: On a link of 400 Gb/s" in result.out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["lab_optimization", "lab_parallelism", "lab_precision"])
+def test_cpu_lab_meets_its_expectations(name: str, run_cli: CliRunner) -> None:
+    result = run_cli(f"sweep={name}", *UNTRACKED, timeout=1500).assert_ok()
+    assert "The hypothesis held" in result.out
+
+
+def test_lab_is_recorded_in_a_checkout_only(run_cli: CliRunner) -> None:
+    line = ("record", "lab_slow_link")
+    run_cli(*line, command="lab").assert_rejected("run it in a checkout of scalewise")
+    (run_cli.cwd / "experiments" / "records").mkdir(parents=True)
+    run_cli(*line, command="lab").assert_ok()
+    file = run_cli.cwd / "experiments" / "records" / "h100" / "labs.json"
+    entry = json.loads(file.read_text("utf-8"))["lab_slow_link"]
+    assert entry["predicted"].startswith("On a link of 400 Gb/s a step takes ")
+    assert (entry["measured"], entry["cases"]["fsdp"]["happened"]) == ("", "fits")
+    text = answers_text(file.parents[1])
+    assert f"## {entry['question']}" in text
+    assert "**Measured:** not yet; planned for H100" in text
 
 
 def test_litgpt_lab_is_planned_as_expected(run_cli: CliRunner) -> None:

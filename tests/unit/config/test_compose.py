@@ -124,7 +124,7 @@ def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"
     sweeper = content["hydra"]["sweeper"]
-    assert set(sweeper) <= {"params", "zip"} or set(sweeper) == {"cases", "hypothesis"}
+    assert set(sweeper) <= {"params", "zip"} or set(sweeper) == {"cases", "hypothesis", "answer"}
     with hydra_session() as loader:
         sweep_overrides = parsed_overrides.sweep_overrides(
             sweeper.get("params", {}), sweeper.get("zip", {})
@@ -133,7 +133,7 @@ def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
             sweep_overrides, [], list(sweeper.get("zip", {})), loader
         )
         if cases := sweeper.get("cases"):
-            jobs = parsed_overrides.expand_cases(cases, None, [], loader)[1]
+            jobs = parsed_overrides.expand_cases(cases, None, sweeper["answer"], [], loader)[1]
     runs = [compose([f"sweep={name}", *job], check_machine=False) for job in jobs]
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 

@@ -32,7 +32,14 @@ def _job(number: int, values: dict[str, Any]) -> dict[str, Any] | None:
 
 @pytest.fixture
 def sweep_folder(tmp_path: Path) -> Path:
-    return make_sweep(tmp_path / "sweep", {"name": list(CASES)}, _job, cases=FIELDS)
+    return make_sweep(
+        tmp_path / "sweep",
+        {"name": list(CASES)},
+        _job,
+        cases=FIELDS,
+        hypothesis="The large run does not fit.",
+        answer="The large run is {large.status} at {large.memory}, the absent one {absent.status}.",
+    )
 
 
 def test_cases_are_graded_by_name(sweep_folder: Path) -> None:
@@ -65,3 +72,21 @@ def test_report_begins_with_the_grades(sweep_folder: Path) -> None:
     assert source.index('<section id="expectations">') < source.index('<section id="overview">')
     assert "Expectations. 1 of 3 cases as expected" in words(source)
     assert "fail: not run" in words(source)
+
+
+def test_report_ends_with_the_answer(sweep_folder: Path) -> None:
+    source = text_of(write_page(sweep_folder))
+    assert source.index('<section id="failed">') < source.index('<section id="answer">')
+    assert source.index('<section id="answer">') < source.index('<section id="reproduce">')
+    text = words(source)
+    assert "Hypothesis: The large run does not fit." in text
+    assert "Answer. The large run is out_of_memory at unknown, the absent one unknown." in text
+    assert "The hypothesis did not hold: 1 of 3 cases as expected; small: peak memory" in text
+
+
+def test_predicted_answer_has_the_planned_values(sweep_folder: Path) -> None:
+    sweep = records.read_record(sweep_folder)
+    assert isinstance(sweep, SweepRecord)
+    cases = grading.grade_sweep(sweep)
+    text = grading.answer_text(sweep.answer, cases, predicted=True)
+    assert text == "The large run is out_of_memory at 4.60 GiB, the absent one unknown."
