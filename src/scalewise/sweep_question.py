@@ -68,8 +68,8 @@ def format_answer(answer: str, outcomes: Mapping[str, CaseOutcome]) -> str:
             return found[0]
         attribute, unit = _VALUES[match["name"]]
         value = getattr(outcomes.get(match["case"]), attribute, None)
-        if value is None or not match["base"]:
-            return UNKNOWN if value is None else str(unit(value))
+        if value in (None, "") or not match["base"]:
+            return UNKNOWN if value in (None, "") else str(unit(value))
         base = getattr(outcomes.get(match["base"]), attribute, None)
         return f"{100 * value / base:.0f}%" if base else UNKNOWN
 
