@@ -113,7 +113,7 @@ def step_liveness(
         model, memory, stages, forward_spec, fresh_gradients, saved_on, step_scratch_ratio
     )
     compared = blocks
-    if model.has_equal_blocks:  # with the optimizer step in backward, gradients do not persist in one
+    if model.has_equal_blocks:  # the optimizer step in backward frees the gradients of each
         compared = (block_liveness(model, forward_spec, Recompute.nothing, fresh_gradients),)
     return StepLiveness(
         blocks,
