@@ -138,8 +138,11 @@ def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor, rotary_size: int) -> Tensor:
     Llama.
     """
     cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
-    half, others = rotary_size // 2, x_BTHD.shape[-1] - rotary_size
-    first, second, *rest = x_BTHD.split((half, half, *([others] if others else [])), -1)
+    rest: list[Tensor] = []
+    if others := x_BTHD.shape[-1] - rotary_size:
+        first, second, *rest = x_BTHD.split((rotary_size // 2, rotary_size // 2, others), -1)
+    else:  # Tensor.split is a function in Python, and slower
+        first, second = x_BTHD.chunk(2, -1)
     swapped_BTHD = torch.cat((second, first, *rest), -1)  # TorchInductor does not vectorize a roll
     return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
 
