@@ -11,7 +11,7 @@ from fixtures.job_runner import JobRunner
 from fixtures.strategies import mesh, needs_deepspeed
 
 from scalewise import compose
-from scalewise.bench.memory_accuracy_runs import ZERO
+from scalewise.bench.deepspeed_accuracy_runs import ZERO
 from scalewise.hardware import DeviceKind
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_memory, peak_memory

@@ -9,6 +9,7 @@ from fixtures.job_runner import JobRunner
 from fixtures.strategies import needs_deepspeed
 
 from scalewise import compose
+from scalewise.bench.deepspeed_accuracy_runs import ZERO
 from scalewise.bench.memory_accuracy_runs import (
     DROPOUT,
     MIXED,
@@ -16,7 +17,6 @@ from scalewise.bench.memory_accuracy_runs import (
     SMALL,
     TRAINED,
     TRAINED_SELDOM,
-    ZERO,
 )
 from scalewise.planner import peak_memory
 from scalewise.units import GIB

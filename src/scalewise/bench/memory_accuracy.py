@@ -11,6 +11,7 @@ from pathlib import Path
 from scalewise.bench import memory_accuracy_runs as small_runs
 from scalewise.bench import options
 from scalewise.bench.compare_published import error_summary
+from scalewise.bench.deepspeed_accuracy_runs import ZERO
 from scalewise.bench.memory_accuracy_runs import (
     BF16,
     DORA,
@@ -121,7 +122,7 @@ def _named_runs(
 
 
 _TRAINED = _named_runs("small", small_runs.SMALL, (*small_runs.TRAINED, *small_runs.TRAINED_SELDOM))
-_ZERO = _named_runs("small", small_runs.SMALL, small_runs.ZERO if find_spec("deepspeed") else ())
+_ZERO = _named_runs("small", small_runs.SMALL, ZERO if find_spec("deepspeed") else ())
 RUNS: Mapping[str, tuple[str, ...]] = _TRAINED | _ZERO
 WORLDS: Mapping[str, tuple[str, ...]] = _named_runs("large", LARGE, (*TRACED, *TRACED_SELDOM))
 

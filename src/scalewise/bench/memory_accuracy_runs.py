@@ -1,5 +1,7 @@
 """Small runs that are trained to measure the accuracy of the predicted peak memory."""
 
+from scalewise.bench.decoder_architectures import GEMMA2, GEMMA3, GPT_NEOX, OLMO2, PHI, QWEN
+
 Overrides = tuple[str, ...]
 
 MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
@@ -89,27 +91,6 @@ _GPT2 = (
     "model.activation=gelu",
     "model.bias=true",
 )
-_QWEN = ("model.qk_norm=head", "model.qkv_bias=true", "model.head_width=64")
-_MULTIPLIERS = (
-    *("model.embedding_multiplier=2.0", "model.residual_multiplier=0.5"),
-    *("model.attention_multiplier=0.3", "model.logit_divisor=2.0"),
-)
-_OLMO2 = ("model.qk_norm=projection", "model.norm_placement=post", *_MULTIPLIERS)
-_GEMMA3 = (
-    *("model.norm=zero_centered_rmsnorm", "model.norm_placement=sandwich"),
-    *("model.activation=geglu", "model.qk_norm=head", "model.window=32", "model.global_every=2"),
-    *("model.rope_local_theta=100.0", "model.embedding_multiplier=8.0"),
-)
-_GEMMA2 = (
-    *("model.norm=zero_centered_rmsnorm", "model.norm_placement=sandwich", "model.kv_heads=2"),
-    *("model.activation=geglu", "model.window=32", "model.global_every=2"),
-    *("model.attention_softcap=50.0", "model.logit_softcap=30.0"),
-)
-_PHI = (
-    *("model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.tied=false"),
-    *("model.residual=parallel_one_norm", "model.rotary_fraction=0.5", "model.head_bias=true"),
-)
-_GPT_NEOX = (*_PHI, "model.residual=parallel", "model.head_bias=false")
 _IN_BACKWARD = (
     "optimizer.in_backward=true",
     "trainer.clip_norm=null",
@@ -118,7 +99,7 @@ _IN_BACKWARD = (
 )
 EMA = "callbacks=[ema]"
 _DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
-_CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
+CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
 """Large vocabulary with a chunked loss, so that the logits determine the peak."""
 _SHARDED_PIPELINE = (
     *mesh_overrides(pipeline=2, shards=2),
@@ -138,9 +119,9 @@ TRAINED: tuple[Overrides, ...] = (
     (*FP8, *WEIGHTS),
     (*QAT, *WEIGHTS),
     PACKING,
-    (*_GEMMA3, FULL),
-    (*_GEMMA2, *PACKING),
-    _PHI,
+    (*GEMMA3, FULL),
+    (*GEMMA2, *PACKING),
+    PHI,
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
     fsdp_overrides(2, *_IN_BACKWARD),
@@ -152,53 +133,53 @@ TRAINED: tuple[Overrides, ...] = (
     _pipeline_overrides("one_f_one_b"),
     mesh_overrides(pipeline=2, shards=2),
     (*_SHARDED_PIPELINE, FULL, "model.width=256", "model.feedforward=1024"),
-    (*_TENSOR, *_CHUNKED),
+    (*_TENSOR, *CHUNKED),
     (*_TENSOR, *_TALL),
     fsdp_overrides(2, EMA, *WEIGHTS),
 )
 TRAINED_SELDOM: tuple[Overrides, ...] = (
-    _QWEN,
-    (*_QWEN, MIXED),
-    (*_QWEN, *_TENSOR),
-    _OLMO2,
-    (*_OLMO2, MIXED, SELECTIVE),
-    _GEMMA3,
-    (*_GEMMA3, MIXED),
-    (*_GEMMA3, *PACKING),
-    (*_GEMMA3, *_TENSOR, FULL),
-    (*_GEMMA3, "parallelism=context", "parallelism.attention=gather"),
-    (*_GEMMA3, *_pipeline_overrides("one_f_one_b")),
-    _GEMMA2,
-    (*_GEMMA2, MIXED, SELECTIVE),
-    (*_GEMMA2, *PACKING, BF16),
-    (*_GEMMA2, *PACKING, FULL, *_CHUNKED),
-    (*_GEMMA2, *_CHUNKED),
-    (*_GEMMA2, *_CHUNKED, MIXED),
-    (*_GEMMA2, *_CHUNKED, LORA),
-    (*_GEMMA2, *PREFIX, "model.window=null", "model.global_every=null"),
-    (*_GEMMA2, COMPILED),
-    (*_GEMMA2, *_TENSOR),
-    (*_GEMMA2, *_TENSOR, "parallelism.loss_parallel=false"),
-    fsdp_overrides(2, *_GEMMA2, MIXED),
-    (*_GEMMA2, "parallelism=context"),
-    (*_GEMMA2, "parallelism=context", "parallelism.attention=gather"),
-    (*_GEMMA2, *_pipeline_overrides("one_f_one_b")),
-    _GPT_NEOX,
-    (*_GPT_NEOX, MIXED, SELECTIVE),
-    (*_GPT_NEOX, LORA),
-    (*_GPT_NEOX, COMPILED),
-    (*_GPT_NEOX, *_TENSOR),
-    (*_PHI, MIXED),
-    (*_PHI, FULL),
-    (*_PHI, LORA),
-    (*_PHI, DROPOUT),
-    (*_PHI, COMPILED),
-    (*_PHI, *_CHUNKED, "model.tied=false"),
-    (*_PHI, *_CHUNKED, MIXED),
-    (*_PHI, *_TENSOR),
-    (*_PHI, *_TENSOR, "parallelism.sequence_parallel=false"),
-    fsdp_overrides(2, *_PHI, *WEIGHTS),
-    (*_PHI, *_pipeline_overrides("one_f_one_b")),
+    QWEN,
+    (*QWEN, MIXED),
+    (*QWEN, *_TENSOR),
+    OLMO2,
+    (*OLMO2, MIXED, SELECTIVE),
+    GEMMA3,
+    (*GEMMA3, MIXED),
+    (*GEMMA3, *PACKING),
+    (*GEMMA3, *_TENSOR, FULL),
+    (*GEMMA3, "parallelism=context", "parallelism.attention=gather"),
+    (*GEMMA3, *_pipeline_overrides("one_f_one_b")),
+    GEMMA2,
+    (*GEMMA2, MIXED, SELECTIVE),
+    (*GEMMA2, *PACKING, BF16),
+    (*GEMMA2, *PACKING, FULL, *CHUNKED),
+    (*GEMMA2, *CHUNKED),
+    (*GEMMA2, *CHUNKED, MIXED),
+    (*GEMMA2, *CHUNKED, LORA),
+    (*GEMMA2, *PREFIX, "model.window=null", "model.global_every=null"),
+    (*GEMMA2, COMPILED),
+    (*GEMMA2, *_TENSOR),
+    (*GEMMA2, *_TENSOR, "parallelism.loss_parallel=false"),
+    fsdp_overrides(2, *GEMMA2, MIXED),
+    (*GEMMA2, "parallelism=context"),
+    (*GEMMA2, "parallelism=context", "parallelism.attention=gather"),
+    (*GEMMA2, *_pipeline_overrides("one_f_one_b")),
+    GPT_NEOX,
+    (*GPT_NEOX, MIXED, SELECTIVE),
+    (*GPT_NEOX, LORA),
+    (*GPT_NEOX, COMPILED),
+    (*GPT_NEOX, *_TENSOR),
+    (*PHI, MIXED),
+    (*PHI, FULL),
+    (*PHI, LORA),
+    (*PHI, DROPOUT),
+    (*PHI, COMPILED),
+    (*PHI, *CHUNKED, "model.tied=false"),
+    (*PHI, *CHUNKED, MIXED),
+    (*PHI, *_TENSOR),
+    (*PHI, *_TENSOR, "parallelism.sequence_parallel=false"),
+    fsdp_overrides(2, *PHI, *WEIGHTS),
+    (*PHI, *_pipeline_overrides("one_f_one_b")),
     (EMA, LORA),
     (*_ZERO1, *WEIGHTS),
     (*_ZERO2, *WEIGHTS, "trainer.global_batch=4"),
@@ -219,15 +200,15 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     (DROPOUT, *_TENSOR),
     fsdp_overrides(2, DROPOUT),
     (*mesh_overrides(context=2), DROPOUT),
-    (*_CHUNKED, MIXED),
-    (*_CHUNKED, "model.tied=false"),
-    (*_CHUNKED, LORA),
-    (*_CHUNKED, LORA, *HEAD, MIXED),
-    (*_CHUNKED, *_TENSOR, MIXED),
-    (*_CHUNKED, *_TENSOR, "parallelism.loss_parallel=false"),
-    (*_CHUNKED, *_DDP),
-    fsdp_overrides(2, *_CHUNKED, MIXED),
-    (*_CHUNKED, *_pipeline_overrides("one_f_one_b")),
+    (*CHUNKED, MIXED),
+    (*CHUNKED, "model.tied=false"),
+    (*CHUNKED, LORA),
+    (*CHUNKED, LORA, *HEAD, MIXED),
+    (*CHUNKED, *_TENSOR, MIXED),
+    (*CHUNKED, *_TENSOR, "parallelism.loss_parallel=false"),
+    (*CHUNKED, *_DDP),
+    fsdp_overrides(2, *CHUNKED, MIXED),
+    (*CHUNKED, *_pipeline_overrides("one_f_one_b")),
     (COMPILED,),
     (COMPILED, MIXED),
     (COMPILED, *_GPT2),
@@ -409,34 +390,4 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     ("optimizer=schedule_free", "schedule=constant", *WEIGHTS),
     fsdp_overrides(2, "optimizer=adamw_8bit", *_TALL),
 )
-"""Run of the exhaustive tests only."""
-
-_SMALL_BUCKETS = "parallelism.bucket_mib=1"
-_SHARD_ALL = "parallelism.keep_whole_below=100"
-ZERO: tuple[Overrides, ...] = tuple(
-    (f"parallelism=deepspeed_zero{stage}", *WEIGHTS, *overrides)
-    for stage, *overrides in (
-        (1, "trainer.global_batch=2"),
-        (1, "trainer.global_batch=2", MIXED),
-        (1, "trainer.global_batch=2", "parallelism.overlap_comm=false"),
-        (1, "trainer.global_batch=4"),
-        (1, "trainer.global_batch=4", MIXED),
-        (2, _SMALL_BUCKETS),
-        (2, _SMALL_BUCKETS, MIXED),
-        (2, _SMALL_BUCKETS, "parallelism.replicas=4"),
-        (3, _SMALL_BUCKETS, _SHARD_ALL),
-        (3, _SMALL_BUCKETS, _SHARD_ALL, MIXED),
-        (3, _SMALL_BUCKETS, _SHARD_ALL, "parallelism.replicas=4"),
-        (1, "trainer.global_batch=2", LORA),
-        (2, _SMALL_BUCKETS, LORA),
-        (2, _SMALL_BUCKETS, LORA, MIXED),
-        (3, _SMALL_BUCKETS, _SHARD_ALL, LORA),
-        (1, "trainer.global_batch=2", _SMALL_BUCKETS, *_CHUNKED),
-        (2, _SMALL_BUCKETS, *_CHUNKED, MIXED),
-        (3, _SMALL_BUCKETS, _SHARD_ALL, *_CHUNKED),
-        (3, _SMALL_BUCKETS, _SHARD_ALL, *OFFLOAD_ALL),
-        (3, _SHARD_ALL, *OFFLOAD_ALL),
-        (3, _SHARD_ALL, *OFFLOAD),
-    )
-)
-"""DeepSpeed runs with buckets that are small compared with the model, as for large models."""
+"""Runs of the exhaustive tests only."""

@@ -14,7 +14,7 @@ from scalewise.config.compose import compose
 from scalewise.config.labs import Lab
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.expectations import CaseOutcome, Expectation
+from scalewise.expectations import Expectation
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.plain_console import get_console, styled_text
 from scalewise.planner.plan import build_plan
@@ -149,8 +149,7 @@ def _plan_cases(lab: Lab, overrides: Sequence[str]) -> list[GradedCase]:
         plan = build_plan(
             compose([f"sweep={lab.name}", *overrides, *case.overrides], check_machine=False)
         )
-        step_s = plan.step_time.seconds if plan.step_time else None
-        outcomes[case.name] = CaseOutcome(plan.fit.status.value, float(plan.fit.peak), step_s)
+        outcomes[case.name] = show_grades.plan_outcome(plan)
     return grading.grade_plans(lab.expectations, outcomes)
 
 

@@ -13,7 +13,6 @@ from scalewise.config.app import run_command
 from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
-from scalewise.expectations import CaseOutcome
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import sweep_resume
 from scalewise.launch.config_hash import config_hash
@@ -143,8 +142,7 @@ def _grade_plans(
     for job, plan in zip(jobs, plans, strict=True):
         assert job.expectation is not None
         expectations[job.run.name] = job.expectation
-        step_s = plan.step_time.seconds if plan.step_time else None
-        outcomes[job.run.name] = CaseOutcome(plan.fit.status.value, float(plan.fit.peak), step_s)
+        outcomes[job.run.name] = show_grades.plan_outcome(plan)
     return show_grades.grade_plans(expectations, outcomes, question.answer)
 
 

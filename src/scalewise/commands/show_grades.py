@@ -10,6 +10,7 @@ from rich.table import Table
 from scalewise.console import print_lines
 from scalewise.expectations import CaseOutcome, Expectation
 from scalewise.plain_console import get_console, styled_text
+from scalewise.planner.plan import Plan
 from scalewise.reports import grading, records
 from scalewise.reports.grading import GradedCase
 from scalewise.reports.records import SweepRecord
@@ -31,6 +32,12 @@ def grade_plans(
     cases = grading.grade_plans(expectations, outcomes)
     print_grades(cases, answer, planned=True)
     return {case.name: case.passed for case in cases}
+
+
+def plan_outcome(plan: Plan) -> CaseOutcome:
+    """Outcome that a plan predicts; it has no loss."""
+    step_s = plan.step_time.seconds if plan.step_time else None
+    return CaseOutcome(plan.fit.status.value, float(plan.fit.peak), step_s)
 
 
 def print_grades(cases: Sequence[GradedCase], answer: str, *, planned: bool = False) -> None:

@@ -19,16 +19,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from scalewise import console, plain_console
+from scalewise import console
 from scalewise.compat.hydra import log_setup_hook, run_job_hook, without_mode_composition
-from scalewise.config import diagnostics, hydra_policy, paths, run_folders, schemas
-from scalewise.config.command import Command, CommandContext, JobOutcome, RejectedJob, SweepJob
+from scalewise.config import diagnostics, hydra_policy, paths, run_folders, schemas, sweep_jobs
+from scalewise.config.command import Command, CommandContext, JobOutcome, SweepJob
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.flags import flag_help, overrides_first, split_flags
 from scalewise.config.hydra_policy import bound_omegaconf
 from scalewise.config.launchers import launcher_issues, unknown_option_issues
 from scalewise.config.parse import parse_run
 from scalewise.config.run_folders import missing_folders, record_hydra_folders, remove_empty
+from scalewise.config.sweep_jobs import typed_overrides
 from scalewise.errors import ConfigError, did_you_mean
 from scalewise.expectations import SweepCase
 from scalewise.run_config import RunConfig
@@ -140,7 +141,7 @@ def _single_run(config: DictConfig, context: CommandContext) -> RunConfig:
         raise ConfigError.for_key("hydra/launcher", launcher, reason, fix)
     return parse_run(
         config,
-        _typed_overrides(config.hydra),
+        typed_overrides(config.hydra),
         context.cli_overrides,
         check_machine=context.command.checks_machine,
     )
@@ -189,8 +190,14 @@ def launch(
         context.command.checks_machine
         and options()["engine"] not in context.command.remote_launchers
     )
-    jobs = _validate_jobs(
-        loader, config, job_overrides, first_number, proposed_folder, check_machine=check_machine
+    jobs = sweep_jobs.validate_jobs(
+        context,
+        loader,
+        config,
+        job_overrides,
+        first_number,
+        proposed_folder,
+        check_machine=check_machine,
     )
     folder = claimed_sweep_folder(config)
     jobs = [_relocated(job, proposed_folder, folder) for job in jobs]
@@ -273,7 +280,8 @@ def rejection_reason(
 ) -> ConfigError | None:
     """Return the config error of a job with these overrides; None if it is valid."""
     try:
-        _validate_jobs(
+        sweep_jobs.validate_jobs(
+            _contexts[-1],
             loader,
             config,
             [overrides],
@@ -301,95 +309,6 @@ def set_cases(cases: Sequence[SweepCase], hypothesis: str, answer: str) -> None:
     """
     _contexts[-1].cases = cases
     _contexts[-1].hypothesis, _contexts[-1].answer = hypothesis, answer
-
-
-def _validate_jobs(
-    loader: ConfigLoader,
-    config: DictConfig,
-    job_overrides: Sequence[Sequence[str]],
-    first_number: int,
-    folder: Path,
-    *,
-    check_machine: bool,
-) -> list[SweepJob]:
-    cases = _contexts[-1].cases
-    varied = _varied_values(job_overrides, _contexts[-1].varied_keys)
-    if cases:
-        varied = [{"name": case.name} for case in cases]
-    jobs: list[SweepJob] = []
-    rejected: list[RejectedJob] = []
-    composition_error: Exception | None = None
-    progress = plain_console.show_progress(job_overrides, "checking", "jobs")
-    for number, overrides in enumerate(progress, start=first_number):
-        try:
-            job_config = loader.load_sweep_config(config, list(overrides))
-        except Exception as error:  # run_command diagnoses all overrides again
-            composition_error = error
-            break
-        with open_dict(job_config):
-            job_config.hydra.job.id = job_config.hydra.job.num = number
-        try:
-            # The overrides of one job must not select the sweep again.
-            typed_overrides = [
-                line for line in _typed_overrides(job_config.hydra) if not line.startswith("sweep=")
-            ]
-            run = parse_run(
-                job_config,
-                typed_overrides,
-                _contexts[-1].cli_overrides,
-                check_machine=check_machine,
-            )
-        except ConfigError as error:
-            rejected.append(RejectedJob(varied[number - first_number], error))
-            continue
-        subdir = str(OmegaConf.select(job_config, "hydra.sweep.subdir"))
-        if not _is_inside(subdir):
-            fix = "set 'hydra.sweep.subdir=${hydra.job.num}'"
-            reason = "is outside of the sweep folder"
-            raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, fix)
-        job_folder = folder / subdir
-        expectation = cases[number].expect if cases else None
-        jobs.append(SweepJob(number, run, job_folder, varied[number - first_number], expectation))
-    kept = _contexts[-1].command.rejected_jobs
-    if rejected and (kept is None or not jobs or composition_error is not None):
-        issues = {str(issue): issue for job in rejected for issue in job.error.issues}
-        raise ConfigError(issues.values()) from composition_error
-    if composition_error is not None:
-        raise composition_error
-    if kept is not None:
-        kept.extend(rejected)
-        _contexts[-1].exit_codes.extend(job.error.exit_code for job in rejected)
-    return jobs
-
-
-def _is_inside(path: str) -> bool:
-    """Return whether a relative path stays inside of its start folder."""
-    first = Path(os.path.normpath(path)).parts[:1]
-    return not os.path.isabs(path) and first not in ((), ("..",))
-
-
-def _typed_overrides(hydra_config: DictConfig) -> list[str]:
-    """Overrides as typed, with interpolations unresolved."""
-    overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
-    assert isinstance(overrides, list)
-    return [str(line) for line in overrides]
-
-
-def _varied_values(
-    job_overrides: Sequence[Sequence[str]], varied_keys: Sequence[str]
-) -> list[dict[str, str]]:
-    job_values = [
-        dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in job_overrides
-    ]
-    keys = dict.fromkeys(key for values in job_values for key in values)
-    varying = [
-        key
-        for key in keys
-        if key in varied_keys or len({values.get(key) for values in job_values}) > 1
-    ]
-    return [
-        {key.lstrip("+"): values[key] for key in varying if key in values} for values in job_values
-    ]
 
 
 def _job_return(outcome: JobOutcome) -> JobReturn:

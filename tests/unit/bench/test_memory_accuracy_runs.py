@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scalewise import compose
-from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM, ZERO
+from scalewise.bench.deepspeed_accuracy_runs import ZERO
+from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM
 from scalewise.config import paths
 
 GROUPS = (
