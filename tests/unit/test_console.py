@@ -83,6 +83,7 @@ PRINTING_MODULES = (
     "scalewise/cli.py",
     "scalewise/commands/",
     "scalewise/config/app.py",
+    "scalewise/config/sweep_jobs.py",  # progress of the validation of jobs
     "scalewise/console.py",
     "scalewise/plain_console.py",
     "scalewise/training/callbacks/progress_display.py",
