@@ -294,7 +294,7 @@ class RunConfig:
         """
         if self.hardware.device is not DeviceKind.cpu:
             return ()
-        return (*self.adapter.imports, *self.model.imports)
+        return (*self.adapter.imports, *self.model.imports, *self.parallelism.imports)
 
     def num_steps(self, samples: int) -> int:
         """Optimizer steps of this run over a training split of ``samples`` samples."""

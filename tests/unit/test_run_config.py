@@ -132,6 +132,8 @@ def test_nan_is_rejected_in_any_group(compose: Compose) -> None:
         (["adapter=lora"], ("peft",)),
         (["adapter=ia3"], ("peft",)),
         (["adapter=prefix", "data.sequence=64"], ()),
+        (["parallelism=ddp"], ()),
+        (["parallelism=fsdp"], ("scalewise.strategies.nd_parallel",)),
     ],
 )
 def test_forkserver_imports_match_rank_requirements(

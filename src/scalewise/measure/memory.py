@@ -336,10 +336,12 @@ class LiveBytes(TorchDispatchMode):
                 self._track_storage(tensor.untyped_storage())
         if func.namespace in COLLECTIVE_NAMESPACES:  # no thread sends fake tensors
             self._sent |= not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if self._sent and self.current_bytes > self._peak:
+        current_bytes = self.current_bytes
+        if self._sent and current_bytes > self._peak:
             time.sleep(GLOO_RELEASE_S)
             self._sent = False
-        self._peak = max(self._peak, self.current_bytes)
+            current_bytes = self.current_bytes
+        self._peak = max(self._peak, current_bytes)
         return result
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -22,6 +22,8 @@ class ParallelismConfig(ABC):
 
     implementation: ClassVar[str]
     """Module that registers the Lightning strategy with ``build_strategy``."""
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Slow imports of the ranks, which the forkserver preloads."""
     supports_optimizer_sharding = False
     """Whether ``optimizer.shard`` can partition optimizer state over replicas."""
     supports_optimizer_offload = False

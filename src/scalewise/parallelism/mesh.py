@@ -83,6 +83,7 @@ class MeshConfig(ParallelismConfig):
     of two of them. One size may be ``auto``."""
 
     implementation = "scalewise.strategies.nd_parallel"
+    imports = (implementation,)
 
     pipeline: Size = 1
     """Pipeline parallel size, in ranks; each stores consecutive layers. auto: all remaining
