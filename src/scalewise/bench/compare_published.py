@@ -175,6 +175,8 @@ def predict_row(row: Row, profiles: Mapping[str, Hardware]) -> RowPrediction:
     peak_gib = peak_bytes * (facts.reserved_factors[1] if facts.reports_reserved else 1.0) / GIB
     peak_gib += run.hardware.context_gib * facts.adds_context
     step = predict_step_time(run)
+    if step and not facts.overlaps_collectives:
+        step = step.without_overlap()
     rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
     measured_peak, measured_rate = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]
     has_peak = bool(measured_peak) and measured_peak.upper() != "OOM"

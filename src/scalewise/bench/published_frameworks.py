@@ -67,6 +67,8 @@ class FrameworkFacts:
     """Whether its RMSNorm consists of fp32 operators."""
     lora_dropout: float = 0.0
     """Dropout probability of the input of its LoRA matrices."""
+    overlaps_collectives: bool = True
+    """Whether gathers of weights and reductions of gradients overlap with compute."""
     node_link_gb_per_s: float | None = None
     """Bandwidth from one device to another node, in GB/s; None: of the usual nodes."""
 
@@ -134,11 +136,13 @@ FRAMEWORKS = {
         "chronicles-prequel.md: nvidia-smi; Megatron-DeepSpeed: gradients in fp16, tensor "
         "parallelism without sequence parallelism (Korthikanti et al., 2022, came later); nodes of "
         "eight devices with four Omni-Path ports of 100 Gb/s; contiguous buffers hold parameters "
-        "and gradients, so that little is fragmented",
+        "and gradients, so that little is fragmented; DeepSpeed's runtime/pipe/schedule.py: "
+        "ReduceGrads and OptimizerStep follow the last backward pass",
         gradient_reduce_bytes=2,
         shards_sequence=False,
         allocates_all_stage_buffers=False,
         adds_context=True,
+        overlaps_collectives=False,
         node_link_gb_per_s=6.0,
         reserved_factors=RESERVED_FACTORS,
     ),

@@ -13,7 +13,7 @@ from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.metric_names import METRICS
 from scalewise.plain_console import get_console, styled_text
 from scalewise.planner.memory_breakdown import entry_title
-from scalewise.planner.step_time import step_part_title
+from scalewise.planner.step_parts import step_part_title
 from scalewise.reports import records
 from scalewise.reports.compare import PEAK, PREDICTED_KEYS, STEP
 from scalewise.reports.records import RunRecord

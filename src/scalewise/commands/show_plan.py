@@ -18,7 +18,8 @@ from scalewise.planner.bottleneck import bottleneck_hint
 from scalewise.planner.fit_check import UNBALANCED_LOAD, FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
-from scalewise.planner.step_time import predict_collective_seconds, step_part_title
+from scalewise.planner.step_parts import step_part_title
+from scalewise.planner.step_time import predict_collective_seconds
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY

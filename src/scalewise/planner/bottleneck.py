@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalewise.hardware import DeviceKind
 from scalewise.planner.plan import Plan
-from scalewise.planner.step_time import step_part_title
+from scalewise.planner.step_parts import step_part_title
 
 LOW_MFU = 0.2
 """MFU below which a plan names the bottleneck."""

@@ -11,7 +11,8 @@ from scalewise.data.prepare import DataSplits
 from scalewise.planner.auto_settings import resolve_auto_checkpointing, resolve_auto_micro_batch
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, RunVariant, check_fit
-from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.planner.step_parts import StepTime
+from scalewise.planner.step_time import predict_step_time
 from scalewise.planner.suggested_fix import SuggestedFix, suggest_fix
 from scalewise.run_config import RunConfig
 

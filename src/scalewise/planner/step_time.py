@@ -8,7 +8,7 @@ models run slower than predicted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -29,95 +29,15 @@ from scalewise.planner.operator_time import (
 from scalewise.planner.pipeline_bubble import StageSeconds, bubble_seconds
 from scalewise.planner.rank_memory import RankMemory, rank_memory_of
 from scalewise.planner.rank_partition import list_distinct_ranks
+from scalewise.planner.step_parts import StepTime
 from scalewise.run_config import RunConfig
 from scalewise.units import GIGA, MICRO
 
 OVERLAP_SHARE = 0.8
 """Share of the compute time that can overlap with collectives; the rest waits for the first."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Predicted time of one optimizer step on the slowest rank, in seconds."""
-
-    matmul: float
-    """Matmuls."""
-    attention: float
-    """Attention."""
-    pointwise: float
-    """Pointwise operators and casts."""
-    recompute: float
-    """Recomputation of activation checkpointing."""
-    optimizer: float
-    """Optimizer step."""
-    exposed_communication: dict[str, float]
-    """Collectives that do not overlap with compute, by mesh axes."""
-    overlapped_communication: float
-    """Collectives that overlap with compute."""
-    pipeline_bubble: float
-    """Idle time of a pipeline rank at the start and at the end of a step."""
-    data_loading: float = 0.0
-    """Data loading before each micro-batch."""
-    host_copies: float = 0.0
-    """Copies between device and host that do not overlap with compute."""
-    forward_only: float = 0.0
-    """Forward passes without backward: of a reference model, or of generation."""
-
-    @property
-    def seconds(self) -> float:
-        """Step time, in seconds; overlapped communication takes none."""
-        busy = self.matmul + self.attention + self.pointwise + self.recompute + self.forward_only
-        waits = (
-            sum(self.exposed_communication.values())
-            + self.pipeline_bubble
-            + self.data_loading
-            + self.host_copies
-        )
-        return busy + self.optimizer + waits
-
-    def scale(self, factor: float) -> StepTime:
-        """Return the step time with every part multiplied by ``factor``."""
-        exposed = {axes: seconds * factor for axes, seconds in self.exposed_communication.items()}
-        others = {
-            entry.name: getattr(self, entry.name) * factor
-            for entry in fields(self)
-            if entry.name != "exposed_communication"
-        }
-        return StepTime(exposed_communication=exposed, **others)
-
-    def parts(self) -> dict[str, float]:
-        """Return the time by part, in seconds, largest first; names are keys of ``plan.json``."""
-        named = {
-            "products": self.matmul,
-            "attention": self.attention,
-            "pointwise": self.pointwise,
-            "recompute": self.recompute,
-            "reference": self.forward_only,
-            "optimizer": self.optimizer,
-            "bubble": self.pipeline_bubble,
-            "loading rows": self.data_loading,
-            "copies off the device and back": self.host_copies,
-            **{
-                f"messages along {axes}": seconds
-                for axes, seconds in self.exposed_communication.items()
-            },
-        }
-        return dict(sorted(named.items(), key=lambda item: -item[1]))
-
-
-STEP_PART_TITLES = {
-    "products": "matmuls",
-    "reference": "forward-only passes",
-    "bubble": "pipeline bubble",
-    "loading rows": "data loading",
-    "copies off the device and back": "host copies",
-}
-"""Title of each part of a step whose key is no term of the field."""
-
-
-def step_part_title(name: str) -> str:
-    """Return the name of a part of a step for people, from its key in ``plan.json``."""
-    return STEP_PART_TITLES.get(name, name.replace("messages along ", "communication over "))
+OVERLAP_SLOWDOWN = 0.189
+"""Mean slowdown of compute beside collectives, which use multiprocessors and memory bandwidth too
+(Lee et al., 2025, arXiv 2507.03114, abstract: A100, H100, MI210 and MI250)."""
 
 
 def device_rates(run: RunConfig) -> DeviceRates | None:
@@ -199,11 +119,12 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
         ) / rates.memory_bytes_per_s
     compute = sum(compute_by_work.values()) + recompute + reference
     exposed, overlapped = _collective_seconds(run, rank, compute)
+    on_cuda = run.hardware.device is DeviceKind.cuda
     overlap_seconds = (
         host.stepping if rank_memory.streams_weights else OVERLAP_SHARE * compute - overlapped
     )
     copies = max(0.0, host.copies - overlap_seconds) + host.activations
-    if run.hardware.device is DeviceKind.cuda:  # activations are copied while blocks run
+    if on_cuda:  # activations are copied while blocks run
         blocks = graphs.count_blocks(rank_memory.stages)
         forward, both = (
             micro_batches * sum(count * seconds for seconds, count in counts)
@@ -239,6 +160,7 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
         _loader_seconds(run),
         copies,
         reference,
+        overlapped * (1 - 1 / (1 + OVERLAP_SLOWDOWN)) * on_cuda,
     )
 
 

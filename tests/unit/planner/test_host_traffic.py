@@ -10,7 +10,8 @@ from fixtures.strategies import LLAMA_8B
 from scalewise.planner import host_memory
 from scalewise.planner.host_memory import HostTraffic
 from scalewise.planner.rank_memory import build_rank_memory
-from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.planner.step_parts import StepTime
+from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIGA
 

@@ -16,12 +16,8 @@ from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.operator_time import DeviceRates, forward_seconds
 from scalewise.planner.plan import Plan
-from scalewise.planner.step_time import (
-    StepTime,
-    predict_collective_seconds,
-    predict_step_time,
-    ring_link,
-)
+from scalewise.planner.step_parts import StepTime
+from scalewise.planner.step_time import predict_collective_seconds, predict_step_time, ring_link
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, GIGA, MICRO
 
@@ -257,3 +253,23 @@ def test_collectives_by_kind_add_up_to_the_communication_of_the_step(compose: Co
     assert sum(collectives.values()) == pytest.approx(exposed + step.overlapped_communication)
     single = compose("parallelism=single", "hardware=h100", check_machine=False)
     assert predict_collective_seconds(single) == {}
+
+
+def test_compute_beside_collectives_is_slower_on_gpus(compose: Compose) -> None:
+    """Lee et al., 2025: compute takes 1.189 times as long during collectives."""
+    overrides = ("model=llama3_8b", "precision=bf16_mixed", "data=synthetic", "parallelism=fsdp")
+    batch = ("trainer.global_batch=8", "trainer.micro_batch=1")
+    run = compose(*overrides, "hardware=h100_8", *batch, check_machine=False)
+    step = predict_step_time(run)
+    assert step is not None
+    assert step.overlapped_communication > 0
+    slower_s = step.overlapped_communication * (1 - 1 / 1.189)
+    assert step.parts()["overlap slowdown"] == pytest.approx(slower_s)
+    assert step.seconds == pytest.approx(sum(step.parts().values()))
+    exposed = step.without_overlap()
+    added_s = step.overlapped_communication - slower_s
+    assert exposed.seconds == pytest.approx(step.seconds + added_s)
+    cpu_step = predict_step_time(compose(*CPU, "hardware.link_gb_per_s=1", "parallelism=fsdp"))
+    assert cpu_step is not None
+    assert cpu_step.overlapped_communication > 0
+    assert cpu_step.overlap_slowdown == 0
