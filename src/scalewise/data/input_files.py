@@ -12,9 +12,13 @@ from pathlib import Path
 
 from scalewise import regular_files
 from scalewise.data.build_cache import build_cached
+from scalewise.data.compressed_files import COMPRESSED_SUFFIXES
+from scalewise.data.text_files import PLAIN_SUFFIXES
 from scalewise.errors import ConfigIssue, DataError
 from scalewise.typed_override import format_override
 
+COMPRESSIBLE_SUFFIXES = PLAIN_SUFFIXES | {".json", ".jsonl"}
+"""Suffixes of files that may be compressed; others are mapped to memory, or compress themselves."""
 MAX_LISTED_FILES = 10_000
 """Maximum number of files of a folder that are listed to suggest a pattern."""
 SAMPLED_BYTES = 64 * 2**20
@@ -24,8 +28,11 @@ SAMPLES, SAMPLE_BYTES = 64, 2**18
 
 
 def file_suffix(path: Path) -> str:
-    """Return the suffix of a file name in lower case."""
-    return path.suffix.lower()
+    """Return the suffix of a file name in lower case; of compressed text, that of its content."""
+    suffix = path.suffix.lower()
+    content_suffix = Path(path.stem).suffix.lower()
+    is_text = suffix in COMPRESSED_SUFFIXES and content_suffix in COMPRESSIBLE_SUFFIXES
+    return content_suffix if is_text else suffix
 
 
 def match_paths(patterns: Sequence[str]) -> list[Path]:
@@ -129,14 +136,21 @@ def path_issues(
 def _missing_reason(path: Path, suffixes: frozenset[str], example: str) -> tuple[str, str]:
     """Return the reason why a path matches no file, and a pattern to use instead."""
     if path.is_dir():
-        files = (file_suffix(Path(name)) for _, _, names in os.walk(path) for name in names)
+        files = (Path(name) for _, _, names in os.walk(path) for name in names)
         listed = islice(files, MAX_LISTED_FILES)
-        most_common = Counter(suffix for suffix in listed if suffix in suffixes).most_common(1)
+        endings = Counter(_name_ending(file) for file in listed if file_suffix(file) in suffixes)
+        most_common = endings.most_common(1)
         name = f"**/*{most_common[0][0]}" if most_common else Path(example).name
         return "is a folder", str(path / name)
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, which does not exist", example
     return ("is not a regular file" if path.exists() else "no such file"), example
+
+
+def _name_ending(path: Path) -> str:
+    """Return the suffix of a file name, and with it that of compressed text."""
+    suffix = path.suffix.lower()
+    return suffix if suffix == file_suffix(path) else file_suffix(path) + suffix
 
 
 def _paths_override(key: str, path: str) -> str:

@@ -36,7 +36,8 @@ class TextData(TokenizedDataConfig):
     sequence: int = 256
     """Sequence length, in tokens."""
     paths: tuple[str, ...] = ()
-    """Glob patterns of plain text, .jsonl and .parquet files, relative to the working directory."""
+    """Glob patterns of plain text, .jsonl and .parquet files, relative to the working directory;
+    text and .jsonl may be compressed."""
     field: str | None = None
     """Field of .jsonl and .parquet files with the text."""
     tokenizer: str | None = None

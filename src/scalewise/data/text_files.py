@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scalewise import regular_files
+from scalewise.data.compressed_files import compression_name, iter_byte_lines, open_content
 from scalewise.errors import DataError
 from scalewise.typed_override import shell_word
 
@@ -47,14 +47,6 @@ SAMPLE_BYTES = 1 << 16
 """Number of bytes for the detection of an encoding."""
 CONTROL_CHARACTERS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f]")
 """Control characters that text does not contain; white space and terminal escapes are allowed."""
-COMPRESSION_FORMATS = {
-    b"\x1f\x8b": ("gzip", "gzip -dc"),
-    b"PK\x03\x04": ("zip", "unzip -p"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc"),
-    b"\xfd7zXZ\0": ("xz", "xz -dc"),
-    b"BZh91AY&SY": ("bzip2", "bzip2 -dc"),
-}
-"""Name and decompression command of compressed formats, by the first bytes of a file."""
 UNICODE_ENCODINGS = {
     "utf-32-le": "UTF-32LE",
     "utf-32-be": "UTF-32BE",
@@ -98,10 +90,11 @@ def text_chunks(path: Path) -> Iterator[str]:
     ``DataError`` with the line of invalid bytes or of a control character. Prints a note for many
     replacement characters, which an earlier conversion has left.
     """
-    with regular_files.open_binary(path) as file:
-        encoding = _bom_encoding(path, file)
+    encoding, mark_bytes = _bom_encoding(path)
+    with open_content(path) as file:
+        file.read(mark_bytes)
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), True)
-        line, is_final, characters, replaced = 1, False, 0, 0
+        line, is_final, characters, replaced, decoded = 1, False, 0, 0, mark_bytes
         while not is_final:
             data = file.read(CHUNK_BYTES)
             is_final = len(data) < CHUNK_BYTES
@@ -109,7 +102,7 @@ def text_chunks(path: Path) -> Iterator[str]:
                 text = decoder.decode(data, final=is_final)
             except UnicodeDecodeError as error:
                 line += len(re.findall(r"\r\n?|\n", error.object[: error.start].decode(encoding)))
-                position = file.tell() - len(error.object) + error.start
+                position = decoded + len(data) - len(error.object) + error.start
                 raise _decode_error(path, line, position, error) from error
             if match := CONTROL_CHARACTERS.search(text):
                 line += text.count("\n", 0, match.start())
@@ -117,6 +110,7 @@ def text_chunks(path: Path) -> Iterator[str]:
                 reason = f"line {line} has a {name} character, which is not text"
                 raise DataError.for_key("data.paths", path, reason, _conversion_fix(path))
             line += text.count("\n")
+            decoded += len(data)
             characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
             if text:
                 yield text
@@ -137,23 +131,16 @@ def read_text(path: Path) -> str:
     return "".join(text_chunks(path))
 
 
-def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
-    """Return the encoding by the byte order mark of a file, and skip the mark.
+def _bom_encoding(path: Path) -> tuple[str, int]:
+    """Return the encoding by the byte order mark of a file, and the size of the mark in bytes.
 
-    Raises ``DataError`` for a mark that contradicts the text, and for a compressed file.
+    Raises ``DataError`` for a mark that contradicts the text.
     """
-    head = file.read(SAMPLE_BYTES)
-    if compression := _compression(head):
-        unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
-        command = f"{compression[1]} < {shell_word(str(path))} > {shell_word(str(unpacked))}"
-        command = command.replace("-p <", "-p")  # unzip does not read from a pipe
-        raise DataError.for_key(
-            "data.paths", path, f"is {compression[0]} data", f"unpack it: {command}"
-        )
+    with open_content(path) as file:
+        head = file.read(SAMPLE_BYTES)
     mark, encoding = next(
         (item for item in BYTE_ORDER_MARKS.items() if head.startswith(item[0])), (b"", "utf-8")
     )
-    file.seek(len(mark))
     names = UNICODE_ENCODINGS
     actual = _unicode_encoding(head[len(mark) :], encoding)
     if encoding in names and actual not in (None, encoding):
@@ -162,7 +149,7 @@ def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
         skipped = f"tail -c +{len(mark) + 1} {shell_word(str(path))}"
         fix = f"convert the file: {skipped} | iconv -f {names[actual]} -t UTF-8 > {new}"
         raise DataError.for_key("data.paths", path, reason, fix)
-    return encoding
+    return encoding, len(mark)
 
 
 def _decode_error(path: Path, line: int, position: int, error: UnicodeDecodeError) -> DataError:
@@ -185,22 +172,22 @@ def iter_json_lines(path: Path) -> Iterator[tuple[int, object]]:
 
     An invalid line yields a ``ValueError`` with the reason. Encodings are those of ``text_chunks``.
     """
-    with regular_files.open_binary(path) as file:
-        encoding = _bom_encoding(path, file)
-        if encoding == "utf-8":
-            lines: Iterable[bytes | str] = (part for raw in file for part in raw.splitlines())
-        else:
-            lines = _iter_lines(text_chunks(path))
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = line.decode("utf-8") if isinstance(line, bytes) else line
-                yield number, parse_json(text)
-            except UnicodeDecodeError as error:
-                yield number, ValueError(f"is not {_encoding_name(error)}")
-            except ValueError as error:
-                yield number, error
+    encoding, mark_bytes = _bom_encoding(path)
+    if encoding == "utf-8":
+        byte_lines = iter_byte_lines(path, mark_bytes)
+        lines: Iterable[bytes | str] = (part for raw in byte_lines for part in raw.splitlines())
+    else:
+        lines = _iter_lines(text_chunks(path))
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode("utf-8") if isinstance(line, bytes) else line
+            yield number, parse_json(text)
+        except UnicodeDecodeError as error:
+            yield number, ValueError(f"is not {_encoding_name(error)}")
+        except ValueError as error:
+            yield number, error
 
 
 def _iter_lines(chunks: Iterable[str]) -> Iterator[str]:
@@ -256,18 +243,6 @@ def split_chunks(chunks: Iterable[str], size: int) -> Iterator[str]:
             yield chunk[start : start + size]
 
 
-def _compression(head: bytes) -> tuple[str, str] | None:
-    """Return the format of a compressed file and the command that decompresses it."""
-    return next(
-        (
-            format_command
-            for magic, format_command in COMPRESSION_FORMATS.items()
-            if head.startswith(magic)
-        ),
-        None,
-    )
-
-
 def _unicode_encoding(sample: bytes, bom_encoding: str | None = None) -> str | None:
     """Return UTF-16 or UTF-32 with its byte order if the first bytes of a file suggest it.
 
@@ -287,6 +262,8 @@ def _conversion_fix(path: Path, position: int | None = None) -> str:
 
     Windows-1252 decodes nearly all bytes, so it is suggested only if the result looks like text.
     """
+    if compression_name(path) is not None:
+        return "decompress the file, and convert the result to UTF-8"
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
         file.seek(max(0, (position or 0) - SAMPLE_BYTES // 16))

@@ -108,7 +108,7 @@ def test_suffixes_are_case_insensitive(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("x.txt.gz", "unknown suffix '.gz'"),
+        ("x.bin.gz", "unknown suffix '.gz'"),
         ("x.log", "unknown suffix '.log'"),
         ("noext", "a file name without a suffix"),
         ("dangling.txt", "is a link to missing.txt, which does not exist"),
@@ -117,16 +117,18 @@ def test_suffixes_are_case_insensitive(tmp_path):
     ],
 )
 def test_unreadable_paths_are_rejected_with_a_reason(tmp_path, name, reason):
-    write_files(tmp_path, "x.txt.gz", "x.log", "noext")
+    write_files(tmp_path, "x.bin.gz", "x.log", "noext")
     (tmp_path / "dangling.txt").symlink_to("missing.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     (issue,) = rejection_lines(tmp_path / name)
     assert issue.reason == reason
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 @pytest.mark.parametrize("folder", ["plain", "run [2024]", "it's"])
-def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder):
-    write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
+def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder, suffix):
+    names = [f"a{suffix}", f"b{suffix}"]
+    write_files(tmp_path, *(f"{folder}/deep/{name}" for name in names), f"{folder}/c.md")
     (issue,) = rejection_lines(tmp_path / folder)
     assert issue.reason == "is a folder"
     fix_override = issue.fix.removeprefix("set ")
@@ -135,4 +137,4 @@ def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder):
     )
     pattern = completed.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
     matches = match_paths([pattern.replace("\\'", "'")])
-    assert [path.name for path in matches] == ["a.jsonl", "b.jsonl"]
+    assert [path.name for path in matches] == names

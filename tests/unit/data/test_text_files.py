@@ -1,13 +1,8 @@
 """Paths, encodings and records of text files."""
 
-import bz2
 import codecs
-import gzip
 import json
-import lzma
-import shutil
 import subprocess
-import zipfile
 
 import pytest
 from fixtures.text_documents import read_texts
@@ -193,36 +188,6 @@ def test_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
 def test_correct_byte_order_mark_is_accepted(tmp_path, encoding, text):
     (tmp_path / "a.txt").write_bytes(BYTE_ORDER_MARKS[encoding] + text.encode(encoding))
     assert read_texts(tmp_path / "a.txt") == [text]
-
-
-@pytest.mark.parametrize(
-    ("pack", "name", "program"),
-    [
-        (gzip.compress, "gzip", "gzip"),
-        (lzma.compress, "xz", "xz"),
-        (bz2.compress, "bzip2", "bzip2"),
-    ],
-)
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_compressed_file_fix_works_as_printed(tmp_path, pack, name, program, suffix):
-    if not shutil.which(program):
-        pytest.skip(f"{program} is not installed")
-    path = tmp_path / f"it's{suffix}"
-    path.write_bytes(pack(b'{"x": "one"}\n'))
-    with pytest.raises(DataError, match=f"is {name} data") as excinfo:
-        read_texts(path, "x")
-    subprocess.run(["sh", "-c", excinfo.value.issues[0].fix.partition(": ")[2]], check=True)
-    assert read_texts(tmp_path / f"it's-unpacked{suffix}", "x")
-
-
-def test_other_archives_are_rejected(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.txt", "w") as file:
-        file.writestr("b.txt", "one")
-    with pytest.raises(DataError, match=r"is zip data; unpack it: unzip -p \S+a\.txt > "):
-        read_texts(tmp_path / "a.txt")
-    (tmp_path / "b.txt").write_bytes(bytes.fromhex("28b52ffd2403190000"))
-    with pytest.raises(DataError, match=r"is zstd data; unpack it: zstd -dc < \S+b\.txt > "):
-        read_texts(tmp_path / "b.txt")
 
 
 def test_many_replacement_characters_are_noted(tmp_path, capsys):

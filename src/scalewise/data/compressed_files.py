@@ -1,0 +1,104 @@
+"""Compressed text files, which are decompressed while they are read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from scalewise import regular_files
+from scalewise.errors import DataError
+from scalewise.typed_override import shell_word
+
+COMPRESSED_SUFFIXES = frozenset({".bz2", ".gz", ".xz", ".zst"})
+"""Suffixes of compressed files, which follow that of the content, as in ``a.jsonl.gz``."""
+MAGIC_BYTES = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"BZh": "bzip2",
+}
+"""Compressed formats by the first bytes of a file."""
+BZIP2_BLOCK = b"1AY&SY"
+"""Bytes 4 to 9 of a bzip2 file with content; text may begin with its first three."""
+MAX_LINE_BYTES = 1 << 28
+"""Maximum size of a line of a compressed file, whose size on disk says nothing about it."""
+
+
+@contextmanager
+def open_content(path: Path) -> Iterator[io.BufferedReader]:
+    """Open the content of a file for reading from its start, decompressed if it is compressed.
+
+    Raises ``DataError`` for a zip archive, for a damaged file, and for zstd without pyarrow.
+    """
+    name = compression_name(path)
+    if name is None:
+        with regular_files.open_binary(path) as file:
+            yield file
+        return
+    if name == "zip":
+        unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
+        command = f"unzip -p {shell_word(str(path))} > {shell_word(str(unpacked))}"
+        raise DataError.for_key("data.paths", path, "is zip data", f"unpack it: {command}")
+    try:
+        with regular_files.open_binary(path) as file, _decompress(name, path, file) as content:
+            yield content
+    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        reason = f"is not complete {name} data ({error})"
+        raise DataError.for_key("data.paths", path, reason, "copy the file again") from error
+
+
+def iter_byte_lines(path: Path, skipped: int) -> Iterator[bytes]:
+    """Yield the lines of the content of a file, after its first ``skipped`` bytes.
+
+    Raises ``DataError`` for a line of a compressed file of more than ``MAX_LINE_BYTES``.
+    """
+    limit = -1 if compression_name(path) is None else MAX_LINE_BYTES
+    with open_content(path) as file:
+        file.read(skipped)
+        number = 0
+        while line := file.readline(limit):
+            number += 1
+            if len(line) == limit and not line.endswith(b"\n"):
+                reason = f"line {number} has more than {limit >> 20} MiB"
+                raise DataError.for_key("data.paths", path, reason, "split the line")
+            yield line
+
+
+def compression_name(path: Path) -> str | None:
+    """Return the name of the format of a compressed file; None for any other file."""
+    with regular_files.open_binary(path) as file:
+        head = file.read(16)
+    for magic, name in MAGIC_BYTES.items():
+        if head.startswith(magic):
+            is_text = name == "bzip2" and head[4:10] != BZIP2_BLOCK
+            return None if is_text else name
+    return None
+
+
+def _decompress(name: str, path: Path, file: io.BufferedReader) -> io.BufferedReader:
+    if name == "zstd":
+        return _decompress_zstd(path, file)
+    open_stream: dict[str, Callable[[Any], Any]] = {
+        "gzip": gzip.open,
+        "bzip2": bz2.open,
+        "xz": lzma.open,
+    }
+    return io.BufferedReader(open_stream[name](file))
+
+
+def _decompress_zstd(path: Path, file: io.BufferedReader) -> io.BufferedReader:
+    try:
+        import pyarrow
+    except ImportError as error:
+        fix = "pip install 'scalewise[hf]'"
+        raise DataError.for_key("data.paths", path, "reading zstd requires pyarrow", fix) from error
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd")
+    return io.BufferedReader(cast(io.RawIOBase, stream))
