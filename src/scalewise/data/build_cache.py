@@ -25,13 +25,19 @@ def cache_folder() -> Path:
 
 
 def build_cached(
-    name: str, key: Mapping[str, object], build: Callable[[Path], None], subfolder: str = "data"
+    name: str,
+    key: Mapping[str, object],
+    build: Callable[[Path], None],
+    subfolder: str = "data",
+    *,
+    resumable: bool = False,
 ) -> Path:
     """Return the folder ``NAME-DIGEST``, built by ``build(folder)`` if it does not exist.
 
     ``key`` is JSON and contains everything that decides the content. If several processes call this
     at the same time, one builds and the others wait. The folder appears by one rename after all its
-    files are on disk, so that a killed builder leaves no partial content. Raises ``DataError`` if
+    files are on disk, so that a killed builder leaves no partial content. If ``resumable``,
+    ``build`` is called with the files that an interrupted call has left. Raises ``DataError`` if
     the cache cannot be written.
     """
     folder = _cache_path(name, key, subfolder)
@@ -44,7 +50,7 @@ def build_cached(
         with open(parent / f"{folder.name}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
-                _build_folder(folder, build)
+                _build_folder(folder, build, resumable=resumable)
     except Exception as error:
         disk_full = disk_full_reason(error)
         if isinstance(error, OSError) and error.filename:
@@ -73,17 +79,19 @@ def _cache_path(name: str, key: Mapping[str, object], subfolder: str) -> Path:
     return cache_folder() / subfolder / f"{name}-{digest}"
 
 
-def _build_folder(folder: Path, build: Callable[[Path], None]) -> None:
+def _build_folder(folder: Path, build: Callable[[Path], None], *, resumable: bool) -> None:
     # The lock is held, so an existing partial folder belongs to a killed builder.
     partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir()
+    if not resumable:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(exist_ok=resumable)
     try:
         build(partial_folder)
         for path in (*partial_folder.iterdir(), partial_folder):
             sync_to_disk(path)
         partial_folder.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+    except BaseException as error:
+        if not resumable or isinstance(error, Exception):
+            shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     sync_to_disk(folder.parent)

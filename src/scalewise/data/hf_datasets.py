@@ -63,6 +63,7 @@ def _hf_source(config: HFDatasetData) -> TokenizeSource:
         splits=splits,
         training_documents=iter_train,
         tokenizer_source=config.tokenizer_source,
+        is_fixed=config.dataset_folder.is_dir(),
     )
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from scalewise.console import ProgressLine
 from scalewise.data.base import DataConfig
@@ -22,6 +23,7 @@ from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.record_files import RECORD_SUFFIXES, iter_documents
 from scalewise.data.text import TextData
 from scalewise.data.text_files import Document, text_chunks
+from scalewise.data.token_files import TokenFiles, is_started
 from scalewise.data.tokenizer import Documents, TokenizerSource, vocabulary_size
 from scalewise.errors import ConfigError, DataError
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
@@ -50,6 +52,8 @@ class TokenizeSource:
     """Documents that a new tokenizer is trained on."""
     tokenizer_source: TokenizerSource
     """Tokenizer to load or train."""
+    is_fixed: bool = True
+    """Whether ``identity`` decides the documents, so that an interrupted tokenization continues."""
 
 
 def build_tokenized(source: TokenizeSource, vocabulary: int) -> Path:
@@ -68,7 +72,9 @@ def build_tokenized(source: TokenizeSource, vocabulary: int) -> Path:
         **tokenizer_source.cache_identity(),
         **source.identity,
     }
-    return build_cached(source.name, identity, partial(_write_tokenized, source))
+    return build_cached(
+        source.name, identity, partial(_write_tokenized, source), resumable=source.is_fixed
+    )
 
 
 def load_packed(folder: Path, split: str, sequence: int) -> PackedDataset:
@@ -119,20 +125,25 @@ def special_tokens_note(folder: Path, hint: str = OMIT_HINT) -> str:
 
 def _write_tokenized(source: TokenizeSource, folder: Path) -> None:
     started = time.perf_counter()
-    progress = ProgressLine(f"preparing {source.name} ...")
-    tokenizer_source = source.tokenizer_source
-    tokenizer = tokenizer_source.load() or train_tokenizer(
-        tokenizer_source, source.training_documents
+    progress = ProgressLine(
+        f"preparing {source.name} ..." + " continuing after an interruption" * is_started(folder)
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_source, tokenizer_path = source.tokenizer_source, folder / "tokenizer.json"
+    if is_started(folder):
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    else:
+        tokenizer = tokenizer_source.load() or train_tokenizer(
+            tokenizer_source, source.training_documents
+        )
+        tokenizer.save(str(tokenizer_path))
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
-    tokens = dict.fromkeys(source.splits, 0)
-    for split, documents in source.splits.items():
-        with open(folder / f"{split}.bin", "wb") as file:
-            for ids in encode_documents(tokenizer, tokenizer_source, documents()):
-                ids.astype(dtype).tofile(file)
-                tokens[split] += len(ids)
-                progress.show(f"{format_count(sum(tokens.values()))} tokens")
+    files = TokenFiles(folder, dtype, source.splits)
+    files.write(
+        lambda documents: encode_documents(tokenizer, tokenizer_source, documents),
+        lambda tokens: progress.show(f"{format_count(tokens)} tokens"),
+    )
+    tokens = files.tokens
+    for split in source.splits:
         if not tokens[split]:
             reason = f"the {split} split has no text"
             raise DataError.for_key(source.key, source.value, reason, "add files with text")
