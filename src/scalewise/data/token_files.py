@@ -15,7 +15,7 @@ from scalewise.data.tokenizer import Documents
 
 PROGRESS_FILE = "progress.json"
 """File that exists while the files of a folder are incomplete."""
-GROUP_CHARACTERS = 64_000_000
+GROUP_CHARACTERS = 16_000_000
 """Characters after which the progress is saved; at most so many are tokenized again."""
 
 EncodeDocuments = Callable[[Iterable[str | Document]], Iterable[NDArray[np.uint32]]]
