@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +13,13 @@ from fixtures.cli_runner import UNTRACKED, CliRunner
 from fixtures.documentation import ROOT, Block, blocks
 
 CONSOLE_BLOCKS = [block for block in blocks() if block.language == "console"]
-EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+needs_jax = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="the extra jax is not installed"
+)
+EXAMPLES = [
+    pytest.param(path, marks=needs_jax if path.stem.startswith("jax_") else (), id=path.stem)
+    for path in sorted((ROOT / "docs" / "examples").glob("*.py"))
+]
 EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
 
 
@@ -32,7 +39,7 @@ def test_documented_output_equals_command_output(block: Block, run_cli: CliRunne
     assert block.text == expected
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", EXAMPLES)
 def test_documented_example_runs(script: Path, run_cli: CliRunner) -> None:
     assert len(script.read_text("utf-8").splitlines()) < 40
     overrides = () if script.stem == "plan_only" else UNTRACKED[1:]

@@ -264,4 +264,4 @@ def test_entry_point_and_extras_are_frozen() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"scalewise": "scalewise.cli:command"}
     extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "hf", "images"}
-    assert set(project["optional-dependencies"]) == extras | {"dev", "docs", "all"}
+    assert set(project["optional-dependencies"]) == extras | {"dev", "docs", "jax", "all"}
