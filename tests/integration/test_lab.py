@@ -119,9 +119,10 @@ def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
     run_cli("grade", command="lab").assert_rejected("no folder given")
 
 
-@pytest.mark.parametrize(
-    "name", ["lab_communication", "lab_optimization", "lab_parallelism", "lab_precision"]
-)
+CPU_LABS = ("lab_adapters", "lab_optimization", "lab_parallelism", "lab_precision")
+
+
+@pytest.mark.parametrize("name", [*CPU_LABS, "lab_communication"])
 def test_cpu_lab_is_planned_as_expected(name: str, run_cli: CliRunner) -> None:
     out = run_cli(f"sweep={name}", command="plan").assert_ok().out
     num_cases = len(find_lab(name).expectations)
@@ -136,7 +137,7 @@ def test_slow_link_lab_predicts_its_answer(run_cli: CliRunner) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["lab_optimization", "lab_parallelism", "lab_precision"])
+@pytest.mark.parametrize("name", CPU_LABS)
 def test_cpu_lab_meets_its_expectations(name: str, run_cli: CliRunner) -> None:
     result = run_cli(f"sweep={name}", *UNTRACKED, timeout=1500).assert_ok()
     assert "The hypothesis held" in result.out
