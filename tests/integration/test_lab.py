@@ -119,7 +119,13 @@ def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
     run_cli("grade", command="lab").assert_rejected("no folder given")
 
 
-CPU_LABS = ("lab_adapters", "lab_optimization", "lab_parallelism", "lab_precision")
+CPU_LABS = (
+    "lab_adapters",
+    "lab_optimization",
+    "lab_parallelism",
+    "lab_precision",
+    "lab_scaling",
+)
 
 
 @pytest.mark.parametrize("name", [*CPU_LABS, "lab_communication"])
