@@ -122,6 +122,8 @@ class CaseOutcome:
     """Step time in seconds."""
     loss: float | None = None
     """Last validation loss; the last training loss of a run that does not validate."""
+    parameters: float | None = None
+    """Parameters of the model."""
 
 
 def unmet_expectations(

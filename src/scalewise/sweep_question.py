@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scalewise.errors import ConfigIssue, did_you_mean
 from scalewise.expectations import CaseOutcome, format_loss
+from scalewise.power_law import MIN_POINTS, fit_power_law
 from scalewise.units import format_bytes, format_seconds
 
 _VALUES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
@@ -20,6 +21,7 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 """Attribute of ``CaseOutcome`` and formatter, by the name of a value in an answer."""
 _FIELD = re.compile(r"\{(?P<text>[^{}]*)\}")
 _VALUE = re.compile(r"(?P<case>\w+)\.(?P<name>memory|time|loss|status)( / (?P<base>\w+))?")
+_EXPONENT = re.compile(r"exponent: (?P<cases>\w+(, \w+)*)")
 UNKNOWN = "unknown"
 
 
@@ -42,15 +44,27 @@ def answer_issues(answer: object, cases: Collection[str]) -> Iterator[ConfigIssu
         yield ConfigIssue(key, answer, "is not a text", "write it in quotes")
         return
     for found in _FIELD.finditer(answer):
+        if fit := _EXPONENT.fullmatch(found["text"]):
+            yield from _exponent_issues(found[0], fit["cases"].split(", "), cases)
+            continue
         match = _VALUE.fullmatch(found["text"])
         if match is None or (match["base"] and match["name"] == "status"):
             fix = "write {CASE.memory}, {CASE.time}, {CASE.loss}, {CASE.status} or a ratio, "
-            fix += "{CASE.memory / OTHER}"
+            fix += "{CASE.memory / OTHER}, or {exponent: CASE, CASE, CASE}"
             yield ConfigIssue(key, found[0], "is not a value of a case", fix)
             continue
         for case in (match["case"], match["base"]):
             if case and case not in cases:
                 yield ConfigIssue(key, found[0], f"{case} is no case", did_you_mean(case, cases))
+
+
+def _exponent_issues(text: str, fitted: list[str], cases: Collection[str]) -> Iterator[ConfigIssue]:
+    key = "hydra.sweeper.answer"
+    for case in fitted:
+        if case not in cases:
+            yield ConfigIssue(key, text, f"{case} is no case", did_you_mean(case, cases))
+    if len(set(fitted)) < MIN_POINTS:
+        yield ConfigIssue(key, text, f"must name at least {MIN_POINTS} cases")
 
 
 def format_answer(answer: str, outcomes: Mapping[str, CaseOutcome]) -> str:
@@ -59,10 +73,14 @@ def format_answer(answer: str, outcomes: Mapping[str, CaseOutcome]) -> str:
     Args:
         answer: Template. ``{CASE.memory}``, ``{CASE.time}``, ``{CASE.loss}`` and ``{CASE.status}``
             are values of a case; ``{CASE.memory / OTHER}`` is relative to another case, in percent.
+            ``{exponent: CASE, CASE, CASE}`` is the exponent of the loss as a power of the number of
+            parameters, with its interval.
         outcomes: Outcomes by case.
     """
 
     def replacement(found: re.Match[str]) -> str:
+        if fit := _EXPONENT.fullmatch(found["text"]):
+            return _format_exponent([outcomes.get(case) for case in fit["cases"].split(", ")])
         match = _VALUE.fullmatch(found["text"])
         if match is None:
             return found[0]
@@ -74,3 +92,13 @@ def format_answer(answer: str, outcomes: Mapping[str, CaseOutcome]) -> str:
         return f"{100 * value / base:.0f}%" if base else UNKNOWN
 
     return _FIELD.sub(replacement, answer)
+
+
+def _format_exponent(outcomes: Sequence[CaseOutcome | None]) -> str:
+    """Exponent of the loss as a power of the number of parameters; unknown if a case lacks one."""
+    points = [(case.parameters, case.loss) for case in outcomes if case is not None]
+    parameters = [number for number, _ in points if number]
+    losses = [loss for _, loss in points if loss and loss > 0]
+    if not len(parameters) == len(losses) == len(outcomes) or len(set(parameters)) < 2:
+        return UNKNOWN
+    return fit_power_law(parameters, losses).text

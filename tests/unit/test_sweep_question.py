@@ -13,6 +13,11 @@ OUTCOMES = {
     "base": CaseOutcome("ok", 2.0 * GIB, 1.0, 4.0),
     "small": CaseOutcome("ok", 1.5 * GIB, 0.25, 4.02),
     "large": CaseOutcome("out_of_memory"),
+    "n1": CaseOutcome("ok", loss=4.0, parameters=1e6),
+    "n10": CaseOutcome("ok", loss=4.0 * 10**-0.5, parameters=1e7),
+    "n100": CaseOutcome("ok", loss=0.4, parameters=1e8),
+    "twin": CaseOutcome("ok", loss=4.1, parameters=1e6),
+    "other_twin": CaseOutcome("ok", loss=4.2, parameters=1e6),
 }
 
 
@@ -26,6 +31,9 @@ OUTCOMES = {
         ("{small.time}, {small.loss}, {large.status}", "250 ms, 4.0200, out_of_memory"),
         ("{large.memory}, {absent.loss}", "unknown, unknown"),
         ("{base.time / large}, {large.time / base}", "unknown, unknown"),
+        ("{exponent: n1, n10, n100}", "-0.500 (95% interval -0.500 to -0.500)"),
+        ("{exponent: n1, n10, large}, {exponent: n1, n10, absent}", "unknown, unknown"),
+        ("{exponent: n1, twin, other_twin}", "unknown"),
     ],
 )
 def test_answer_has_values_of_the_outcomes(answer: str, text: str) -> None:
@@ -43,6 +51,9 @@ def test_answer_has_values_of_the_outcomes(answer: str, text: str) -> None:
         ("{small.memory.__class__}", "is not a value of a case"),
         ("{smal.memory}", "smal is no case"),
         ("{small.memory / bas}", "bas is no case"),
+        ("{exponent: n1, n10, n10000}", "n10000 is no case"),
+        ("{exponent: n1, n10}", "at least 3 cases"),
+        ("{exponent: n1; n10}", "is not a value of a case"),
     ],
 )
 def test_invalid_answer_is_rejected(answer: object, words: str) -> None:

@@ -98,7 +98,8 @@ class CasesOptions:
     answer: str = ""
     """Template of the answer in the report, in which ``{CASE.memory}``, ``{CASE.time}``,
     ``{CASE.loss}`` and ``{CASE.status}`` are measured values, and ``{CASE.time / OTHER}`` is
-    relative to another case."""
+    relative to another case. ``{exponent: CASE, CASE, CASE}`` is that of the loss as a power of the
+    number of parameters."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,6 +184,7 @@ def _measured_outcome(run: RunRecord) -> CaseOutcome:
         measured_value(run, PEAK),
         measured_value(run, STEP),
         measured_value(run, LOSS) if loss is None else loss,
+        run.summary.parameters if run.summary else None,
     )
 
 

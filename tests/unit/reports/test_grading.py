@@ -48,6 +48,8 @@ def test_cases_are_graded_by_name(sweep_folder: Path) -> None:
     large, small, absent = grading.grade_sweep(sweep)
     assert (large.name, large.passed, large.predicted_status) == ("large", True, "out_of_memory")
     assert not small.passed
+    assert small.outcome is not None
+    assert small.outcome.parameters == 162_000_000
     assert "is not in [0, 1e-06] GiB" in small.unmet[0]
     assert (absent.unmet, absent.outcome) == (("not run",), None)
     assert grading.summary_line([large, small, absent]) == "1 of 3 cases as expected"
