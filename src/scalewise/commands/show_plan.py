@@ -52,7 +52,7 @@ STATUS_TITLES = {
 }
 NO_TIME = (
     "Step time not predicted: the hardware profile lacks a rate or a bandwidth; "
-    "run `scalewise calibrate`, then set hardware=measured"
+    "run `scalewise calibrate`, then add -cd conf hardware=measured"
 )
 SMALL_SHARE = 0.001
 """Entries below this share of the peak are summed in one line."""

@@ -137,7 +137,7 @@ FORMS: dict[str, Rows] = {
         ("... record=true", "write the figures to experiments/records"),
     ),
     "calibrate": (
-        ("scalewise calibrate", "takes less than two minutes; then use hardware=measured"),
+        ("scalewise calibrate", "takes less than two minutes; then use -cd conf hardware=measured"),
         ("... name=NAME ranks=N seconds=S", "profile name, ranks of the link, time per figure"),
         ("scalewise calibrate learn=runs", "learn step_scale from measured runs"),
     ),
