@@ -201,6 +201,18 @@ EXPERT_STRATEGIES = {
     "expert_pipeline": mesh(pipeline=2, shards=2, expert=2),
     "expert_context": mesh(shards=2, context=2, expert=4),
 }
+EXPERT_OPTIONS = {
+    **{name: RECOMPUTE_OPTIONS[name] for name in ("none", "full", "selective", "lora", "loss")},
+    "lora, experts": ("adapter=lora", "adapter.targets=[feedforward.experts.*]"),
+    "lora, shared": (
+        "adapter=lora",
+        "adapter.targets=[feedforward.shared.up]",
+        "memory=checkpoint_full",
+    ),
+    "lora, all": ("adapter=lora", "adapter.rank=3", "adapter.targets=[.*]"),
+}
+"""Options of runs with experts. With some, the first block needs no gradient of its experts."""
+EXPERT_CI_CASES = (("expert_shards", "none"), ("expert_shards", "lora, experts"))
 
 
 @pytest.mark.parametrize(
@@ -209,10 +221,10 @@ EXPERT_STRATEGIES = {
         pytest.param(
             strategy,
             option,
-            marks=() if (strategy, option) == ("expert_shards", "none") else pytest.mark.exhaustive,
+            marks=() if (strategy, option) in EXPERT_CI_CASES else pytest.mark.exhaustive,
         )
         for strategy in EXPERT_STRATEGIES
-        for option in ("none", "full", "selective", "lora", "loss")
+        for option in EXPERT_OPTIONS
     ],
 )
 def test_collectives_of_expert_parallelism_equal_prediction(
@@ -225,7 +237,7 @@ def test_collectives_of_expert_parallelism_equal_prediction(
         *LLAMA,
         *EXPERTS,
         *EXPERT_STRATEGIES[strategy],
-        *RUN_OPTIONS[option],
+        *EXPERT_OPTIONS[option],
         "trainer.micro_batch=2",
     )
     if option == "none":

@@ -28,6 +28,8 @@ class AdapterConfig:
     reads_base_weights = False
     """Whether initialization or training reads the model's matrices, which cannot be packed
     then."""
+    adapts_experts: ClassVar[bool] = False
+    """Whether ``targets`` may match the matrices of routed experts."""
     magnitudes: bool = False
     """Whether rows of adapted matrices have trained magnitudes."""
     can_disable: bool = False
@@ -80,7 +82,7 @@ class AdapterConfig:
                 weight, trainable=target_modules.module_name(weight.name) in fully_trained
             )
             if layer in target_layers:
-                added = self.added_weights(weight, tp_styles[f"blocks.*.{layer}"])
+                added = self.added_weights(weight, tp_styles.get(f"blocks.*.{layer}"))
         yield from added
 
     def adapted_layers(self, model: ModelConfig) -> tuple[str, ...]:
@@ -95,10 +97,10 @@ class AdapterConfig:
         """Names, within a block, of the model's modules that are trained in full."""
         return target_modules.match_modules(self.trained, model)
 
-    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle | None) -> tuple[Weight, ...]:
         """Weights that are added to a layer, whose matrix is ``weight``.
 
-        ``tp_style``: tensor-parallel style of the layer.
+        ``tp_style``: tensor-parallel style of the layer; None: experts.
         """
         return ()
 
@@ -137,6 +139,17 @@ class AdapterConfig:
         skipped_flops = 2.0 * frozen_numel
         skipped_flops += model.skipped_backward_flops(trained, sequence, attention)
         return model.flops(sequence, target, attention) - skipped_flops + 6.0 * added_numel
+
+    def active_parameters(self, model: ModelConfig) -> int:
+        """Parameters that one token is computed with: of factors of experts, those of its own."""
+        added = [weight for weight in self.weights(model) if is_adapter_weight(weight.name)]
+        active = sum(
+            round(weight.numel * model.token_fraction(weight.name, model.context, 0))
+            if weight.stacked > 1
+            else weight.numel
+            for weight in added
+        )
+        return model.active_parameters + active
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range."""

@@ -38,7 +38,7 @@ class IA3AdapterConfig(AdapterConfig):
         """Names, within a block, of the linear layers that ``targets`` match."""
         return target_modules.match_targets(self.targets, model, model.ia3_targets)
 
-    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle | None) -> tuple[Weight, ...]:
         """Scale vector of a layer, whose matrix is ``weight``."""
         name, (out_features, in_features) = (
             f"{weight.name.removesuffix('.weight')}.ia3_l.default",

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from scalewise.adapters.build import apply_adapter, init_adapter, merge_adapter
 from scalewise.adapters.ia3_config import IA3AdapterConfig
-from scalewise.adapters.lora_modules import DEFAULT, full_names, unfreeze_modules
+from scalewise.adapters.lora_modules import full_names, unfreeze_modules
+from scalewise.adapters.target_modules import DEFAULT
 from scalewise.models.base import ModelConfig, TPStyle
 from scalewise.models.base_module import ModelModule
 from scalewise.models.init import local_tensor

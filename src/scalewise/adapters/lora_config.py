@@ -26,7 +26,8 @@ class LoRAAdapterConfig(AdapterConfig):
     """Dropout probability of the input of A during training."""
     targets: tuple[str, ...] = (target_modules.AUTO,)
     """Patterns (regex) of linear layer names within a block, such as ``attention[.]query`` or
-    ``.*[.]up``; auto: the model's default."""
+    ``.*[.]up``, and of matrices of routed experts, ``feedforward.experts.*``; auto: the
+    model's default."""
     trained: tuple[str, ...] = ()
     """Patterns (regex) of other modules that are trained in full next to the adapter, such as
     ``.*norm``, ``embedding`` or ``head``."""
@@ -37,6 +38,7 @@ class LoRAAdapterConfig(AdapterConfig):
     rank_stabilized = False
     """Whether ``scale`` is alpha / sqrt(rank) instead of alpha / rank."""
     can_disable = True
+    adapts_experts = True
     implementation = "scalewise.adapters.lora_modules"
     imports = ("peft",)
 
@@ -46,15 +48,18 @@ class LoRAAdapterConfig(AdapterConfig):
         return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def adapted_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Names, within a block, of the linear layers that ``targets`` match."""
-        return target_modules.match_targets(self.targets, model, model.lora_targets)
+        """Names, within a block, of the linear layers and experts that ``targets`` match."""
+        return target_modules.match_targets(
+            self.targets, model, model.lora_targets, with_experts=self.adapts_experts
+        )
 
-    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
-        """A and B of a layer, whose matrix is ``weight``."""
+    def added_weights(self, weight: Weight, tp_style: TPStyle | None) -> tuple[Weight, ...]:
+        """A and B of a layer, whose matrix is ``weight``; of experts, stacked as their matrices."""
         module, (out_features, in_features) = weight.name.removesuffix(".weight"), weight.shape
+        shapes = {"A": (weight.stacked * self.rank, in_features), "B": (out_features, self.rank)}
         return tuple(
             replace(weight, name=f"{module}.lora_{part}.default.weight", shape=shape)
-            for part, shape in (("A", (self.rank, in_features)), ("B", (out_features, self.rank)))
+            for part, shape in shapes.items()
         )
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
@@ -103,6 +108,7 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
 
     reads_base_weights = True
     can_disable = False
+    adapts_experts = False
 
 
 @register_option("adapter", "dora")
@@ -117,8 +123,9 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
 
     magnitudes = True
     reads_base_weights = True
+    adapts_experts = False
 
-    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle | None) -> tuple[Weight, ...]:
         """A, B and magnitudes of a layer."""
         name = f"{weight.name.removesuffix('.weight')}.lora_magnitude_vector.default.weight"
         magnitudes = replace(weight, name=name, shape=weight.shape[:1], role="scale")

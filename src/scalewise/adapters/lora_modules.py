@@ -16,32 +16,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scalewise.adapters.build import apply_adapter, disable_adapter, init_adapter, merge_adapter
+from scalewise.adapters.expert_lora import ExpertLoRA, adapt_experts
 from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig, PiSSAAdapterConfig
-from scalewise.adapters.target_modules import module_name
+from scalewise.adapters.target_modules import DEFAULT, module_name
 from scalewise.compat.hugging_face import disable_lora
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.models.init import local_tensor
 
-DEFAULT = "default"
-"""PEFT's default adapter name."""
-
 
 @apply_adapter.register(LoRAAdapterConfig)
 def apply_lora(adapter: LoRAAdapterConfig, module: ModelModule, model: ModelConfig) -> None:
     """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
+    layers = adapter.adapted_layers(model)
+    experts = [name for name in layers if name in model.expert_layers]
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=cast(int, adapter.alpha),  # annotated as int, but floats work
         use_rslora=adapter.rank_stabilized,
         lora_dropout=adapter.dropout,
-        target_modules=full_names(module, adapter.adapted_layers(model)),
+        target_modules=full_names(module, [name for name in layers if name not in experts]),
         init_lora_weights=False,
         use_dora=adapter.magnitudes,
     )
+    module.requires_grad_(False)
     with torch.device("meta"):
-        inject_adapter_in_model(config, module)
+        if config.target_modules:  # PEFT rejects an empty list
+            inject_adapter_in_model(config, module)
+        adapt_experts(module, experts, adapter.rank, adapter.scale)
     for layer in module.modules():
         if isinstance(layer, LoraLayer):
             # Matmuls cast their inputs; PEFT would first cast bf16 features to fp32.
@@ -74,11 +77,14 @@ def without_lora(adapter: LoRAAdapterConfig, module: ModelModule) -> Iterator[No
     PEFT's own switch would also change which parameters are trained.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
-    for layer in layers:
-        disable_lora(layer, True)
-    yield
-    for layer in layers:
-        disable_lora(layer, False)
+    experts = [part for part in module.modules() if isinstance(part, ExpertLoRA)]
+    for is_disabled in (True, False):
+        for layer in layers:
+            disable_lora(layer, is_disabled)
+        for expert in experts:
+            expert.is_disabled = is_disabled
+        if is_disabled:
+            yield
 
 
 @init_adapter.register(LoRAAdapterConfig)
@@ -163,7 +169,9 @@ def merge_lora(
         if adapter_weight_name(name, "A") not in state:
             continue
         down, up = (state[adapter_weight_name(name, part)].float() for part in "AB")
-        sum_OI = base_weight.float() + adapter.scale * up @ down
+        experts = len(down) // adapter.rank  # stacked; 1 for a linear layer
+        update_EOI = up.unflatten(0, (experts, -1)) @ down.unflatten(0, (experts, -1))
+        sum_OI = base_weight.float() + adapter.scale * update_EOI.flatten(0, 1)
         if adapter.magnitudes:
             module = name.removesuffix(".weight")
             magnitudes_O = state[f"{module}.lora_magnitude_vector.{DEFAULT}.weight"].float()

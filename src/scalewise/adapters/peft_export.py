@@ -13,14 +13,14 @@ from torch import Tensor
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import LoRAAdapterConfig
-from scalewise.adapters.lora_modules import DEFAULT, adapter_weight_name
+from scalewise.adapters.lora_modules import adapter_weight_name
 from scalewise.adapters.prompt_config import (
     PREFIX_NAMES,
     PROMPT_NAME,
     PrefixAdapterConfig,
     VirtualTokenAdapterConfig,
 )
-from scalewise.adapters.target_modules import module_name
+from scalewise.adapters.target_modules import DEFAULT, module_name
 from scalewise.errors import ConfigError
 from scalewise.models import safetensors_files
 from scalewise.models.base import StageSlice, is_adapter_weight
@@ -143,8 +143,10 @@ def _lora_tensors(
     """PEFT's config and its tensors.
 
     Layers that Hugging Face stores as one (GPT-2's queries, keys and values) become one update of a
-    multiple of the rank.
+    multiple of the rank. Experts have the names of Mixtral and Qwen3-MoE in transformers 4, one
+    linear layer per expert and matrix, which PEFT stacks for transformers 5.
     """
+    _check_experts(adapter, model)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for mapping in iter_tensor_mappings(model):
@@ -154,6 +156,11 @@ def _lora_tensors(
         if not adapted or not mapping.memory_name.endswith(".weight"):
             continue
         hf_name = _module_name(mapping.memory_name)
+        if mapping.expert is not None:
+            factors = _expert_lora(mapping, state, model.routed_experts)
+            tensors |= {f"{hf_name}.lora_{part}.weight": it for part, it in factors.items()}
+            ranks[hf_name.rpartition(".")[2]] = adapter.rank
+            continue
         for part, tensor in _joined_lora(mapping, state, adapter.rank).items():
             tensors[f"{hf_name}.lora_{part}.weight"] = tensor
         if adapter.magnitudes:
@@ -173,6 +180,32 @@ def _lora_tensors(
         fan_in_fan_out=find_family(model).has_conv1d,
     )
     return config, tensors
+
+
+def _check_experts(adapter: LoRAAdapterConfig, model: DecoderConfig) -> None:
+    """Raise ``ConfigError`` for experts that PEFT cannot load into transformers 5.
+
+    It stores gates and up projections as one parameter of the same module as down projections.
+    """
+    adapted = {*adapter.adapted_layers(model)} & {*model.expert_layers}
+    missing = [name for name in model.expert_layers if name not in adapted]
+    if adapted and missing:
+        reason = f"leaves out {missing[0]}: PEFT loads all matrices of experts or none"
+        fix = "set adapter=merged, or train with feedforward.experts.*"
+        raise ConfigError.for_key("adapter.targets", list(adapter.targets), reason, fix)
+
+
+def _expert_lora(
+    mapping: TensorMapping, state: Mapping[str, Tensor], experts: int
+) -> dict[str, Tensor]:
+    """A and B of one expert, as copies: tensors of a file cannot share memory."""
+    assert mapping.expert is not None
+    return {
+        part: state[adapter_weight_name(mapping.names[0], part)]
+        .unflatten(0, (experts, -1))[mapping.expert]
+        .clone()
+        for part in "AB"
+    }
 
 
 def _ia3_tensors(
@@ -208,6 +241,10 @@ def _fully_trained_tensors(
     trained, tensors = adapter.fully_trained_modules(model), {}
     for mapping in iter_tensor_mappings(model):
         if any(module_name(name) in trained for name in mapping.names):
+            if mapping.expert is not None:
+                reason = f"trains {module_name(mapping.names[0])}, which is no module for PEFT"
+                fix = "set adapter=merged"
+                raise ConfigError.for_key("adapter.trained", [*adapter.trained], reason, fix)
             tensor = mapping.interleave_rows(torch.cat([state[name] for name in mapping.names]))
             tensors[mapping.memory_name] = (tensor.T if mapping.transposed else tensor).contiguous()
             if mapping.names[0] in model.tied_weights:

@@ -11,6 +11,8 @@ from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.typed_override import format_override
 
 AUTO = "auto"
+DEFAULT = "default"
+"""PEFT's default adapter name."""
 TARGETS_KEY = "adapter.targets"
 TRAINED_KEY = "adapter.trained"
 
@@ -26,17 +28,22 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def match_targets(
-    targets: tuple[str, ...], model: ModelConfig, default_targets: tuple[str, ...] = ()
+    targets: tuple[str, ...],
+    model: ModelConfig,
+    default_targets: tuple[str, ...] = (),
+    *,
+    with_experts: bool = False,
 ) -> tuple[str, ...]:
     """Names, within a block, of the linear layers that ``targets`` match.
 
-    ``default_targets``: layers that ``auto`` selects. Cached for the planner's search.
+    ``default_targets``: layers that ``auto`` selects. ``with_experts``: whether matrices of routed
+    experts are among the layers. Cached for the planner's search.
     """
     default_names = set(default_targets) if AUTO in targets else set()
     patterns = [re.compile(target) for target in targets if target != AUTO]
     return tuple(
         name
-        for name in linear_layers(model)
+        for name in (*linear_layers(model), *(model.expert_layers if with_experts else ()))
         if name in default_names or any(pattern.fullmatch(name) for pattern in patterns)
     )
 

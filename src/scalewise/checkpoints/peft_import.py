@@ -70,11 +70,12 @@ class PeftFolder:
         self.names = {
             strip_prefix(name.removeprefix("base_model.model.")): name for name in self.file.names
         }
-        self.tensor_mappings = {
-            base_name: mapping
-            for mapping in iter_tensor_mappings(model)
-            for base_name in mapping.names
-        }
+        self.tensor_mappings: dict[str, TensorMapping] = {}
+        self.expert_mappings: dict[str, list[TensorMapping]] = {}
+        for mapping in iter_tensor_mappings(model):
+            self.tensor_mappings |= dict.fromkeys(mapping.names, mapping)
+            if mapping.expert is not None:
+                self.expert_mappings.setdefault(mapping.names[0], []).append(mapping)
         self.row_counts = {weight.name: weight.shape[0] for weight in model.weight_census()}
         self.layers = {
             weight.name: target_modules.layer_name(weight) for weight in model.weight_census()
@@ -100,16 +101,20 @@ class PeftFolder:
             return bool(self.config.get("ensure_weight_tying"))
         return torch.equal(self.read(HEAD), embedding)
 
-    def locate_weight(self, name: str) -> tuple[str, str, str]:
-        """Base weight of a trained weight, suffix of the added part, and name in the file."""
+    def locate_weight(self, name: str) -> tuple[str, str, list[str]]:
+        """Base weight of a trained weight, suffix of the added part, and names in the file.
+
+        There is one name, or one per expert.
+        """
         if name == PROMPT_NAME or target_modules.module_name(name) in PREFIX_NAMES:
-            return name, "", PROMPT
-        if name in self.tensor_mappings:
-            return name, "", strip_prefix(self.tensor_mappings[name].memory_name)
-        suffix = next(part for part in PARTS if name.endswith(f".{part}"))
-        base_name = f"{name.removesuffix(suffix)}weight"
-        hf_name = strip_prefix(self.tensor_mappings[base_name].memory_name).removesuffix("weight")
-        return base_name, suffix, f"{hf_name}{PARTS[suffix]}"
+            return name, "", [PROMPT]
+        suffix = next((part for part in PARTS if name.endswith(f".{part}")), "")
+        base_name = f"{name.removesuffix(suffix)}weight" if suffix else name
+        mappings = self.expert_mappings.get(base_name, [self.tensor_mappings[base_name]])
+        hf_names = [strip_prefix(mapping.memory_name) for mapping in mappings]
+        if suffix:
+            hf_names = [f"{it.removesuffix('weight')}{PARTS[suffix]}" for it in hf_names]
+        return base_name, suffix, hf_names
 
     def read_weight(self, name: str, adapted_weights: list[str]) -> Tensor:
         """Trained weight by name.
@@ -117,8 +122,10 @@ class PeftFolder:
         ``adapted_weights``: adapted matrices that Hugging Face joins in one. These share A, or each
         has rows of its own.
         """
-        base_name, suffix, file_name = self.locate_weight(name)
-        tensor = self.read(file_name)
+        base_name, suffix, file_names = self.locate_weight(name)
+        if len(file_names) > 1:
+            return torch.cat([self.read(file_name) for file_name in file_names])
+        tensor = self.read(file_names[0])
         if name == PROMPT_NAME:
             return tensor
         if target_modules.module_name(name) in PREFIX_NAMES:
@@ -152,6 +159,10 @@ def infer_config(path: Path, model: ModelConfig, current_adapter: AdapterConfig)
     """
     folder = PeftFolder(path, model)
     config = folder.config
+    if parameters := config.get("target_parameters"):
+        reason = f"adapts stacked parameters, {sorted(parameters)[0]}, not the layers of experts"
+        fix = "give an adapter with target_modules, as of transformers 4"
+        raise CheckpointError.for_key(KEY, path, reason, fix)
     targets = tuple(dict.fromkeys(_iter_targets(folder, current_adapter)))
     trained = tuple(dict.fromkeys(_iter_trained_modules(folder, current_adapter)))
     virtual_class = {
@@ -262,7 +273,7 @@ def shape_issues(
     folder, fix = PeftFolder(path, model), "set the model that it belongs to"
     tensors, used_names = load_tensors(path, expected_shapes, model), set()
     for name, shape in expected_shapes.items():
-        used_names.add(folder.locate_weight(name)[2])
+        used_names.update(folder.locate_weight(name)[2])
         if tuple(tensors[name].shape) != shape:
             reason = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
             yield ConfigIssue(KEY, path, reason, fix)
@@ -280,7 +291,9 @@ def shape_issues(
         yield ConfigIssue(KEY, path, f"holds {unused[0]}, which the run does not train", fix)
     counts = Counter[str]()
     for name, tensor in tensors.items():
-        counts[folder.locate_weight(name)[2]] += int(tensor.count_nonzero())
+        _, _, file_names = folder.locate_weight(name)
+        if len(file_names) == 1:  # experts share no tensor with others
+            counts[file_names[0]] += int(tensor.count_nonzero())
     for file_name, count in counts.items():
         if (
             file_name.endswith("lora_B.weight")

@@ -64,7 +64,7 @@ def print_plan(plan: Plan) -> None:
     run, fit = plan.run, plan.fit
     device = run.hardware.match or run.hardware.device.value.upper()
     count = sum(weight.numel for weight in run.adapter.weights(run.model))
-    active = count - run.model.num_parameters + run.model.active_parameters
+    active = run.adapter.active_parameters(run.model)
     active_text = f" ({format_count(active)} active)" if active < count else ""
     console.print(
         f"{run.name}: {format_count(count)} parameters{active_text} on "

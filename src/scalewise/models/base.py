@@ -55,6 +55,8 @@ class Weight:
     """Whether the optimizer updates it."""
     element_bytes: int | None = None
     """Bytes per element, for weights with a dtype of their own; None: the dtype of the run."""
+    stacked: int = 1
+    """Number of matrices that are stacked along dim 0: one per expert."""
     expert_ranks: int = 1
     """Number of the sharding ranks that have parts of a stacked weight of experts; ``shape`` is
     that of one part."""
@@ -342,6 +344,11 @@ class ModelConfig(ABC):
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the model itself."""
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Names, within a block, of the matrices of routed experts that LoRA can adapt: none."""
+        return ()
 
     @property
     def num_parameters(self) -> int:

@@ -13,6 +13,7 @@ from math import ceil, prod
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import Weight
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import Residual
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers.config import BF16_BYTES, batch_size
 from scalewise.parallelism.base import ParallelismConfig
@@ -202,7 +203,9 @@ def _expert_collectives(partition: RankPartition) -> Iterator[Collective]:
         CollectiveKind.all_to_all,
         axes,
         tokens * model.experts_per_token * row_bytes,
-        4 * layers + 2 * recomputed.get(Recompute.full, 0),
+        4 * layers
+        + 2 * recomputed.get(Recompute.full, 0)
+        - partition.forward_passes * _frozen_exchanges(partition, model),
         "tokens of experts and their gradients",
     )
     size = model.routed_experts * INT32_BYTES
@@ -210,16 +213,40 @@ def _expert_collectives(partition: RankPartition) -> Iterator[Collective]:
     yield Collective(CollectiveKind.all_to_all, axes, size, counts, "number of tokens per expert")
 
 
+def _frozen_exchanges(partition: RankPartition, model: DecoderConfig) -> int:
+    """Return the all-to-alls of gradients that experts of the first block do not need.
+
+    Before all trained weights, their input has no gradient; nor has their output, unless one of
+    their matrices is trained.
+    """
+    run, changed = partition.run, _changed_modules(partition)
+    if not (partition.has_embedding and run.has_frozen_weights) or partition.trains_embedding:
+        return 0
+    before = {
+        Residual.sequential: ("attention", "feedforward_norm"),
+        Residual.parallel: ("feedforward_norm",),
+        Residual.parallel_one_norm: ("attention_norm",),
+    }[model.residual]
+    if run.adapter.prefix_tokens or any(name.startswith(before) for name in changed):
+        return 0
+    return 1 + changed.isdisjoint(model.expert_layers)
+
+
+def _changed_modules(partition: RankPartition) -> set[str]:
+    """Return the modules of a block that the adapter adapts, scales or trains in full."""
+    adapter, model = partition.run.adapter, partition.run.model
+    return {
+        *adapter.adapted_layers(model),
+        *adapter.scaled_layers(model),
+        *adapter.fully_trained_modules(model),
+    }
+
+
 def _skipped_in_first_block(partition: RankPartition) -> set[str]:
     """Return the attention inputs of the first block that need no gradient, before any adapter."""
     if not (partition.has_embedding and partition.run.has_frozen_weights):
         return set()
-    adapter, model = partition.run.adapter, partition.run.model
-    changed = (
-        *adapter.adapted_layers(model),
-        *adapter.scaled_layers(model),
-        *adapter.fully_trained_modules(model),
-    )
+    changed = _changed_modules(partition)
     if partition.trains_embedding or "attention_norm" in changed:
         return set()
     inputs = {"query", "key", "value"}

@@ -34,13 +34,18 @@ def adapter_issues(adapter: AdapterConfig, run: RunConfig) -> Iterator[ConfigIss
 @adapter_issues.register(LoRAAdapterConfig)
 def _lora_issues(adapter: LoRAAdapterConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     adapted_layers = adapter.adapted_layers(run.model)
-    yield from _pattern_issues(adapter.targets, adapter.trained, adapted_layers, run.model)
+    yield from _pattern_issues(adapter, adapted_layers, run.model)
+    experts = [name for name in adapted_layers if name in run.model.expert_layers]
+    if experts and adapter.dropout:
+        reason = f"is not supported for experts, of which {TARGETS_KEY} matches {experts[0]}"
+        fix = "set adapter.dropout=0"
+        yield ConfigIssue("adapter.dropout", adapter.dropout, reason, fix)
 
 
 @adapter_issues.register(IA3AdapterConfig)
 def _ia3_issues(adapter: IA3AdapterConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     scaled_layers = adapter.scaled_layers(run.model)
-    yield from _pattern_issues(adapter.targets, adapter.trained, scaled_layers, run.model)
+    yield from _pattern_issues(adapter, scaled_layers, run.model)
 
 
 @adapter_issues.register(VirtualTokenAdapterConfig)
@@ -76,22 +81,24 @@ def _prompt_issues(adapter: PromptAdapterConfig, run: RunConfig) -> Iterator[Con
 
 
 def _pattern_issues(
-    targets: tuple[str, ...],
-    trained: tuple[str, ...],
-    adapted_layers: tuple[str, ...],
-    model: ModelConfig,
+    adapter: AdapterConfig, adapted_layers: tuple[str, ...], model: ModelConfig
 ) -> Iterator[ConfigIssue]:
     """Yield an issue for each pattern that matches no layer or module of the model.
 
-    Also for modules in ``trained`` that the adapter adapts (``adapted_layers``).
+    Also for modules that are trained in full and that the adapter adapts (``adapted_layers``).
     """
-    for target in targets:
-        if target != AUTO and not match_targets((target,), model):
-            reason = "matches no linear layer of the model's blocks"
-            yield ConfigIssue(
-                TARGETS_KEY, target, reason, did_you_mean(target, linear_layers(model))
-            )
-    for pattern in trained:
+    with_experts = adapter.adapts_experts
+    for target in adapter.targets:
+        if target == AUTO or match_targets((target,), model, with_experts=with_experts):
+            continue
+        reason = "matches no linear layer of the model's blocks"
+        layers = (*linear_layers(model), *(model.expert_layers if with_experts else ()))
+        fix = did_you_mean(target, layers)
+        if match_targets((target,), model, with_experts=True):
+            reason = "matches matrices of routed experts, which this adapter does not support"
+            fix = "set adapter=lora"
+        yield ConfigIssue(TARGETS_KEY, target, reason, fix)
+    for pattern in adapter.trained:
         modules = match_modules((pattern,), model)
         if not modules:
             reason = "matches no module with weights"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scalewise import ConfigError, compose
+from scalewise.models.decoder.config import DecoderConfig
 from scalewise.optimizers.config import MuonConfig
 
 EXPERTS = ("model=moe_nano", "data=synthetic", "model.balance_rate=0")
@@ -53,6 +54,21 @@ FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
             "set model.experts=9",
         ),
         (
+            ("adapter=lora", "adapter.targets=[.*]", "adapter.dropout=0.1"),
+            "adapter.dropout",
+            "set adapter.dropout=0",
+        ),
+        (
+            ("adapter=dora", "adapter.targets=[feedforward.experts.up]"),
+            "adapter.targets",
+            "set adapter=lora",
+        ),
+        (
+            ("adapter=lora", "adapter.targets=[feedforward.experts.uq]"),
+            "adapter.targets",
+            "did you mean feedforward.experts.up?",
+        ),
+        (
             ("model=decoder_nano", "parallelism=fsdp", "parallelism.expert=2"),
             "parallelism.expert",
             "set parallelism.expert=1",
@@ -71,9 +87,27 @@ def test_unsupported_parts_are_rejected(overrides: tuple[str, ...], key: str, fi
     assert (key, fix) in [(issue.key, issue.fix) for issue in error.value.issues]
 
 
-def test_adapters_leave_experts_frozen() -> None:
-    run = compose((*EXPERTS, "adapter=lora", "adapter.targets=[.*]"), check_machine=False)
-    assert {w.role for w in run.weight_census() if w.trainable} == {"attention"}
+@pytest.mark.parametrize(
+    ("adapter", "targets", "roles"),
+    [
+        ("lora", "auto", {"attention"}),
+        ("lora", ".*", {"attention", "experts"}),
+        ("rslora", "feedforward.experts.*", {"experts"}),
+        ("dora", ".*", {"attention", "scale"}),
+        ("pissa", ".*", {"attention"}),
+        ("ia3", ".*", {"scale"}),
+    ],
+)
+def test_lora_and_rslora_adapt_experts(adapter: str, targets: str, roles: set[str]) -> None:
+    overrides = (*EXPERTS, f"adapter={adapter}", f"adapter.targets=[{targets}]")
+    run = compose(overrides, check_machine=False)
+    trained = [weight for weight in run.weight_census() if weight.trainable]
+    assert {weight.role for weight in trained} == roles
+    experts = sum(weight.numel for weight in trained if weight.role == "experts")
+    assert isinstance(run.model, DecoderConfig)
+    sizes = run.model.width + run.model.hidden_dim
+    expected = run.model.layers * 3 * run.model.routed_experts * run.adapter.rank * sizes
+    assert experts == expected * ("experts" in roles)
 
 
 def test_muon_updates_experts_by_adamw() -> None:

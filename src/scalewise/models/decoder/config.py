@@ -16,7 +16,7 @@ from scalewise.models.decoder.kinds import (
     QKNorm,
     Residual,
 )
-from scalewise.models.decoder.moe_config import EXPERT_MATRICES
+from scalewise.models.decoder.moe_config import EXPERT_MATRICES, EXPERTS_MODULE
 from scalewise.registry import register_option
 
 QK_NORMS = ("attention.query_norm", "attention.key_norm")
@@ -127,7 +127,13 @@ class DecoderConfig(DecoderArchitecture):
         yield Weight(f"{block}.feedforward.router.weight", (experts, width), "router", layer)
         for name in EXPERT_MATRICES:
             shape = (experts * width, hidden) if name == "down" else (experts * hidden, width)
-            yield Weight(f"{block}.feedforward.experts.{name}.weight", shape, "experts", layer)
+            weight_name = f"{block}.{EXPERTS_MODULE}.{name}.weight"
+            yield Weight(weight_name, shape, "experts", layer, stacked=experts)
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Names, within a block, of the matrices of routed experts."""
+        return tuple(f"{EXPERTS_MODULE}.{name}" for name in EXPERT_MATRICES if self.experts)
 
     def token_fraction(self, name: str, sequence: int, target: int) -> float:
         """Return the fraction of the tokens that a matrix is applied to: not 1 for experts."""

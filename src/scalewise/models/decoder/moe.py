@@ -203,7 +203,7 @@ class ExpertMatrices(nn.Module):
 
     def __init__(self, experts: int, out_features: int, in_features: int) -> None:
         super().__init__()
-        self.out_features = out_features
+        self.num_experts, self.out_features = experts, out_features
         self.weight = nn.Parameter(torch.empty(experts * out_features, in_features))
         self.gradient_scale = 1.0
 

@@ -21,6 +21,8 @@ class RouterScore(StrEnum):
 
 EXPERT_MATRICES = ("gate", "up", "down")
 """Matrices of a SwiGLU expert."""
+EXPERTS_MODULE = "feedforward.experts"
+"""Name, within a block, of the module of routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

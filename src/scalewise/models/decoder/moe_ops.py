@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalewise.models.decoder.adapter_ops import AdapterOps
-from scalewise.models.decoder.moe_config import RouterScore
+from scalewise.models.decoder.moe_config import EXPERTS_MODULE, RouterScore
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import OpWork
 
@@ -58,7 +58,10 @@ class ExpertOps(AdapterOps):
             OpWork.pointwise,
             (output, weights),
             row_bytes,
-            saved=(output, weights),
+            saved=(
+                *((output,) if graph.requires_grad[weights] else ()),
+                *((weights,) if graph.requires_grad[output] else ()),
+            ),
             backward_scratch=row_bytes,
         )
         by_token = graph.add_op(
@@ -161,11 +164,26 @@ class ExpertOps(AdapterOps):
         return sorted_weights, order, inverse
 
     def _add_expert_linear(self, name: str, x: int, in_features: int, out_features: int) -> int:
+        """Add the matmul of all experts and, if they are adapted, those of their LoRA factors."""
+        forward_spec, graph, layer = self.forward_spec, self.graph, f"{EXPERTS_MODULE}.{name}"
+        trains = self.is_trained(layer)
+        output = self._add_grouped_mm(x, in_features, out_features, trains=trains)
+        if layer not in forward_spec.adapted_layers:
+            return output
+        narrow = self._add_grouped_mm(x, in_features, forward_spec.adapter_rank)
+        scaled = graph.add_op(OpWork.pointwise, (narrow, x), graph.sizes[narrow])
+        update = self._add_grouped_mm(scaled, forward_spec.adapter_rank, out_features)
+        size = graph.sizes[output]
+        return graph.add_op(OpWork.pointwise, (output, update), size, shares_gradient=True)
+
+    def _add_grouped_mm(
+        self, x: int, in_features: int, out_features: int, *, trains: bool = True
+    ) -> int:
         return self.add_linear(
             x,
             in_features,
             out_features,
-            trains=self.is_trained(f"feedforward.experts.{name}"),
+            trains=trains,
             tokens=self._num_expert_rows,
             matrices=self.spec.routed_experts // self.forward_spec.expert_ranks,
             scales_gradient=self.forward_spec.expert_ranks > 1,
