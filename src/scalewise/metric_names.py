@@ -60,6 +60,11 @@ _METRICS = (
         "experts/router_entropy", "nats", "Mean entropy of router scores; ln of experts if uniform"
     ),
     MetricInfo(
+        "experts/dropped",
+        "",
+        "Pairs of a token and an expert beyond its capacity, in the step, all layers",
+    ),
+    MetricInfo(
         "throughput/tokens_per_s",
         "tokens/s",
         "Tokens per second of a step, all ranks, including padding",

@@ -209,10 +209,15 @@ EXPERT_OPTIONS = {
         "adapter.targets=[feedforward.shared.up]",
         "memory=checkpoint_full",
     ),
+    "capacity": ("model.capacity_factor=0.75", "memory=checkpoint_full"),
     "lora, all": ("adapter=lora", "adapter.rank=3", "adapter.targets=[.*]"),
 }
 """Options of runs with experts. With some, the first block needs no gradient of its experts."""
-EXPERT_CI_CASES = (("expert_shards", "none"), ("expert_shards", "lora, experts"))
+EXPERT_CI_CASES = (
+    ("expert_shards", "none"),
+    ("expert_shards", "lora, experts"),
+    ("expert_shards", "capacity"),
+)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,10 @@ EXPERT_CI_CASES = (("expert_shards", "none"), ("expert_shards", "lora, experts")
 def test_collectives_of_expert_parallelism_equal_prediction(
     strategy: str, option: str, tmp_path: Path, shared_cache: Path
 ) -> None:
-    """The router decides how many tokens a rank sends; all ranks together send all."""
+    """The router decides how many tokens a rank sends; all ranks together send all.
+
+    With capacity, each expert of each rank has as many, and the prediction is exact.
+    """
     overrides = (
         *TINY_DECODER,
         *THIRD_STEP,
@@ -249,6 +257,10 @@ def test_collectives_of_expert_parallelism_equal_prediction(
     for rank in range(run.world_size):
         expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
         group = run.parallelism.ranks_along(("expert",), rank)
+        if option == "capacity":
+            assert any(kind == "all_to_all" for kind, *_ in expected), f"rank {rank}"
+            assert actual == expected, f"rank {rank}"
+            continue
         counts = {"expected": 0, "actual": 0}
         for name, messages in (("expected", expected), ("actual", actual)):
             for key in [key for key in messages if key[:2] == ("all_to_all", group)]:

@@ -173,6 +173,8 @@ EXPERTS = replace(SPECS["llama"], experts=8, expert_dim=96)
 WITH_EXPERTS = {
     "experts": EXPERTS,
     "shared": replace(EXPERTS, shared_experts=1, aux_loss=0.01, router_z_loss=0.01),
+    "capacity": replace(EXPERTS, capacity_factor=1.25),
+    "low capacity": replace(EXPERTS, capacity_factor=0.5, shared_experts=1),
     "sigmoid": replace(EXPERTS, router_score=RouterScore.sigmoid, balance_rate=0.001),
 }
 

@@ -207,6 +207,7 @@ def test_metric_keys_are_frozen() -> None:
         "experts/max_load",
         "experts/min_load",
         "experts/router_entropy",
+        "experts/dropped",
         "throughput/tokens_per_s",
         "throughput/tokens_per_s_per_device",
         "throughput/unpadded_tokens_per_s",

@@ -33,6 +33,7 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("data", "folder"): "",
     ("model", "aux_loss"): 0.0,
     ("model", "balance_rate"): 0.0,
+    ("model", "capacity_factor"): None,
     ("model", "expert_dim"): None,
     ("model", "experts"): None,
     ("model", "experts_per_token"): 2,

@@ -199,17 +199,19 @@ def _expert_collectives(partition: RankPartition) -> Iterator[Collective]:
     }
     tokens = partition.sequences * partition.tokens_per_sequence
     row_bytes = model.width * partition.activation_element_bytes
+    capacity = model.expert_capacity(tokens)
+    rows = tokens * model.experts_per_token if capacity is None else model.routed_experts * capacity
     yield Collective(
         CollectiveKind.all_to_all,
         axes,
-        tokens * model.experts_per_token * row_bytes,
+        rows * row_bytes,
         4 * layers
         + 2 * recomputed.get(Recompute.full, 0)
         - partition.forward_passes * _frozen_exchanges(partition, model),
         "tokens of experts and their gradients",
     )
     size = model.routed_experts * INT32_BYTES
-    counts = layers + sum(recomputed.values())
+    counts = (layers + sum(recomputed.values())) * (capacity is None)
     yield Collective(CollectiveKind.all_to_all, axes, size, counts, "number of tokens per expert")
 
 

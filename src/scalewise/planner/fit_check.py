@@ -91,7 +91,7 @@ class FitReport:
     """Memory that the breakdown leaves out; empty if there is none."""
     unbalanced_peak: int = 0
     """Peak of a rank whose experts receive ``UNBALANCED_LOAD`` times the mean load; 0 without
-    expert parallelism."""
+    expert parallelism, and with a capacity of experts."""
     reserved_factors: tuple[float, float, float] = RESERVED_FACTORS
     """Reserved over allocated memory on a CUDA device: lowest, typical, highest."""
 
@@ -139,7 +139,8 @@ def check_fit(run: RunConfig) -> FitReport:
     has_limit = on_cpu and run.launch.memory_limit_gib is not None
     overhead = _process_overhead(run, fit.peak) if has_limit else 0
     fit = replace(fit, process_overhead=overhead, unmodeled_memory=run.parallelism.unmodeled_memory)
-    if getattr(run.parallelism, "expert", 1) > 1:
+    has_capacity = getattr(run.model, "capacity_factor", None) is not None
+    if getattr(run.parallelism, "expert", 1) > 1 and not has_capacity:
         fit = replace(fit, unbalanced_peak=peak_memory.unbalanced_peak(run, UNBALANCED_LOAD))
     if host_gib is None or on_cpu:  # on the CPU, the device memory is the main memory
         return fit

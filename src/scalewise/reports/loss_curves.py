@@ -45,6 +45,7 @@ SIDE_CURVES = {
     "experts/max_load": "Load of the busiest expert, relative to the mean",
     "experts/min_load": "Load of the idlest expert, relative to the mean",
     "experts/router_entropy": "Router entropy, in nats",
+    "experts/dropped": "Dropped pairs of a token and an expert",
 }
 """Curves below the loss of a run, by metric, as far as measured."""
 

@@ -38,6 +38,7 @@ CURVES = (
     "experts/max_load",
     "experts/min_load",
     "experts/router_entropy",
+    "experts/dropped",
     "throughput/tokens_per_s",
 )
 """Columns of ``metrics.csv`` that a report charts over the steps."""

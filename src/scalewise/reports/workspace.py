@@ -56,6 +56,7 @@ SECTIONS: tuple[tuple[str, tuple[TitledPanel, ...]], ...] = (
             ("experts/max_load", "Load of the busiest expert, relative to the mean"),
             ("experts/min_load", "Load of the idlest expert, relative to the mean"),
             ("experts/router_entropy", "Router entropy (nats)"),
+            ("experts/dropped", "Dropped pairs of a token and an expert"),
         ),
     ),
     (

@@ -1,7 +1,7 @@
 """Expert parallelism: ranks store some of the routed experts, and exchange tokens by all-to-all.
 
 Shape suffixes: E experts of all ranks, L experts of this rank, S ranks of the group, R rows of this
-rank's tokens, P rows of this rank's experts, W width.
+rank's tokens, P rows of this rank's experts, C capacity of an expert, W width.
 """
 
 from __future__ import annotations
@@ -52,28 +52,41 @@ def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parame
 class ExpertExchange:
     """All-to-all of rows to the ranks of their experts, and of the results back.
 
-    The host waits for the number of rows of each rank, once per forward pass of a layer.
+    Without capacity, the host waits for the number of rows of each rank, once per forward pass of a
+    layer. With it, all experts of all ranks have the same number.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, ends_E: Tensor, num_rows: int) -> tuple[RowMap, Tensor, RowMap]:
-        """Exchange the number of rows.
+    def __call__(
+        self, ends_E: Tensor, num_rows: int, capacity: int | None
+    ) -> tuple[RowMap, Tensor, RowMap]:
+        """Exchange the number of rows, unless it is known.
 
         Args:
             ends_E: Ends of the rows of each expert, sorted by expert.
             num_rows: Number of rows of this rank.
+            capacity: Number of rows of each expert; None: it depends on the expert.
 
         Returns:
             Map of ``x_RW`` to the rows ``x_PW`` of this rank's experts, the ends of the rows of
             each, and the inverse map.
         """
-        counts_SL = ends_E.diff(prepend=ends_E.new_zeros(1)).unflatten(0, (self.group.size(), -1))
-        received_SL = torch.empty_like(counts_SL)
-        dist.all_to_all_single(received_SL, counts_SL, group=self.group)
-        sent, received = _row_counts(counts_SL, received_SL, num_rows)
-        order_P, inverse_P = _order_by_expert(received_SL, sum(received))
+        ranks = self.group.size()
+        if capacity is None:
+            counts_SL = ends_E.diff(prepend=ends_E.new_zeros(1)).unflatten(0, (ranks, -1))
+            received_SL = torch.empty_like(counts_SL)
+            dist.all_to_all_single(received_SL, counts_SL, group=self.group)
+            sent, received = _row_counts(counts_SL, received_SL, num_rows)
+            order_P, inverse_P = _order_by_expert(received_SL, sum(received))
+            ends_L = received_SL.sum(0).cumsum(0, dtype=torch.int32)
+        else:
+            sent = received = [num_rows // ranks] * ranks
+            rows_SLC = torch.arange(num_rows, device=ends_E.device).view(ranks, -1, capacity)
+            order_P = rows_SLC.transpose(0, 1).flatten()
+            inverse_P = rows_SLC.view(-1, ranks, capacity).transpose(0, 1).flatten()
+            ends_L = ends_E[: num_rows // ranks // capacity] * ranks
 
         # Each name is bound again: its tensor is freed after its last use.
         def send(x: Tensor) -> Tensor:
@@ -84,7 +97,7 @@ class ExpertExchange:
             y = permute_rows(y, inverse_P, order_P)
             return cast(Tensor, all_to_all(y, sent, received, self.group))
 
-        return send, received_SL.sum(0).cumsum(0, dtype=torch.int32), receive
+        return send, ends_L, receive
 
 
 def _row_counts(sent_SL: Tensor, received_SL: Tensor, num_rows: int) -> tuple[list[int], list[int]]:

@@ -61,7 +61,8 @@ def _router_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue
             reason = "is not supported with the loss scaling of fp16"
             yield ConfigIssue(key, value, reason, f"set {key}=0, or precision=bf16_mixed")
     is_balanced = model.aux_loss or model.router_z_loss or model.balance_rate
-    if is_balanced and run.global_batch % run.samples_per_forward:
+    has_capacity = model.capacity_factor is not None
+    if (is_balanced or has_capacity) and run.global_batch % run.samples_per_forward:
         size = run.samples_per_forward
         reason = f"is not a multiple of {size}, so that padding is routed to experts too"
         fix = f"set trainer.global_batch={-(-run.global_batch // size) * size}"

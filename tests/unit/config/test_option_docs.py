@@ -45,6 +45,7 @@ DIMENSIONLESS = {
         "attention_softcap",
         "aux_loss",
         "balance_rate",
+        "capacity_factor",
     ),
     *("bandwidth_share", "batches_per_step", "beta", "beta1", "embedding_multiplier", "experts"),
     *("experts_per_token", "learning_rate", "logit_divisor", "logit_softcap", "perturbation"),

@@ -37,12 +37,28 @@ def test_every_expert_beyond_one_costs_the_same_as_a_dense_feedforward() -> None
 
 
 @pytest.mark.parametrize(
+    ("factor", "tokens", "capacity"),
+    [(None, 64, None), (1.0, 64, 16), (1.25, 64, 20), (1.0, 10, 3), (0.01, 64, 1), (9.0, 64, 64)],
+)
+def test_capacity_is_a_factor_of_the_mean_load(
+    factor: float | None, tokens: int, capacity: int | None
+) -> None:
+    spec = replace(EXPERTS, capacity_factor=factor)
+    assert spec.expert_capacity(tokens) == capacity
+
+
+@pytest.mark.parametrize(
     ("values", "key", "fix"),
     [
         ({"experts": 0}, "model.experts", "set model.experts=2"),
         ({"experts_per_token": 9}, "model.experts_per_token", "set model.experts_per_token=8"),
         ({"expert_dim": -1}, "model.expert_dim", "set model.expert_dim=2"),
         ({"aux_loss": -0.1}, "model.aux_loss", "set model.aux_loss=0"),
+        (
+            {"capacity_factor": 0.0},
+            "model.capacity_factor",
+            "set model.capacity_factor=1.25, or model.capacity_factor=null",
+        ),
         ({"shared_experts": -1}, "model.shared_experts", "set model.shared_experts=0"),
         ({"bias": True}, "model.bias", "set model.bias=false"),
         ({"activation": ActivationKind.gelu}, "model.activation", "set model.activation=swiglu"),

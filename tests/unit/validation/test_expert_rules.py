@@ -49,6 +49,11 @@ FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
             "set trainer.global_batch=8",
         ),
         (
+            ("trainer.micro_batch=4", "trainer.global_batch=6", "model.capacity_factor=1.25"),
+            "trainer.global_batch",
+            "set trainer.global_batch=8",
+        ),
+        (
             ("parallelism=fsdp", "parallelism.shards=3", "parallelism.expert=3"),
             "parallelism.expert",
             "set model.experts=9",

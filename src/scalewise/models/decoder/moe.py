@@ -1,7 +1,8 @@
-"""Mixture-of-experts feedforward of the decoder: dropless token-choice routing.
+"""Mixture-of-experts feedforward of the decoder: token-choice routing, dropless or with capacity.
 
 Shape suffixes: B batch, T tokens of a sequence on this rank, N = B T tokens, W width, E experts,
-K experts of a token, R = N K rows sorted by expert, F hidden features of an expert.
+K experts of a token, C capacity of an expert, F hidden features of an expert, R rows sorted by
+expert: N K without capacity, else E C, of which each expert has C, some of them empty.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ class Routing(NamedTuple):
     """Assignment of tokens to experts."""
 
     weights: Tensor
-    """Weight of each row in the output of its token, in fp32."""
+    """Weight of each row in the output of its token, in fp32; 0 for empty rows."""
     order: Tensor
     """Index of each row among the assignments NK, which are ordered by token."""
     inverse: Tensor
-    """Row of each assignment."""
+    """Row of each assignment; -1 if it is dropped."""
     ends: Tensor
     """Ends of the rows of each expert, in int32."""
+    capacity: int | None = None
+    """Rows of each expert, filled or empty; None: no assignment is dropped."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -44,6 +47,8 @@ class MixtureOfExperts(nn.Module):
     """Rows of each expert since the last optimizer step; a recomputed forward counts twice."""
     entropy: Tensor
     """Entropy of the scores of these tokens, in units of ``1 / ENTROPY_UNIT``."""
+    dropped: Tensor | None
+    """Assignments of these tokens beyond the capacity of their experts; None: no capacity."""
 
     def __init__(self, spec: DecoderConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -58,6 +63,8 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("load", load_E, persistent=False)
         entropy = torch.empty((), dtype=torch.int64)
         self.register_buffer("entropy", entropy, persistent=False)
+        dropped = torch.empty((), dtype=torch.int64) if spec.capacity_factor is not None else None
+        self.register_buffer("dropped", dropped, persistent=False)
         self.sequence_weight: float | None = None
 
     def forward(self, x_BTW: Tensor) -> Tensor:
@@ -88,9 +95,14 @@ class MixtureOfExperts(nn.Module):
             sorted_R, torch.arange(num_experts, device=sorted_R.device), right=True, out_int32=True
         )
         rows_R = torch.arange(len(order_R), device=order_R.device)
-        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
+        # Validation drops no token, as the exported model does.
+        capacity = spec.expert_capacity(len(order_R) // spec.experts_per_token)
+        capacity = capacity if is_training else None
         if is_training:
-            self._count(ends_E, scores_BTE.detach())
+            self._count(ends_E, scores_BTE.detach(), capacity)
+        if capacity is not None:
+            return _limit_rows(weights_BTK, sorted_R, order_R, ends_E, capacity)
+        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
         return Routing(
             weights_BTK.flatten().index_select(0, order_R),
             order_R,
@@ -98,8 +110,11 @@ class MixtureOfExperts(nn.Module):
             ends_E,
         )
 
-    def _count(self, ends_E: Tensor, scores_BTE: Tensor) -> None:
-        self.load += ends_E.diff(prepend=ends_E.new_zeros(1))
+    def _count(self, ends_E: Tensor, scores_BTE: Tensor, capacity: int | None) -> None:
+        load_E = _sizes(ends_E)
+        self.load += load_E
+        if self.dropped is not None and capacity is not None:
+            self.dropped += (load_E - capacity).clamp(min=0).sum()
         probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         entropy = torch.special.entr(probabilities_BTE).sum(dtype=torch.float64)
         self.entropy += (entropy * ENTROPY_UNIT).long()
@@ -134,13 +149,15 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def counts(self) -> Tensor:
-        """Rows of each expert, then the entropy, as integers."""
-        return torch.cat([self.load, self.entropy[None]])
+        """Rows of each expert, the entropy and, with capacity, dropped ones, as integers."""
+        scalars = [self.entropy] if self.dropped is None else [self.entropy, self.dropped]
+        return torch.cat([self.load, torch.stack(scalars)])
 
     def reset_counts(self) -> None:
-        """Set loads and entropy to zero."""
-        self.load.zero_()
-        self.entropy.zero_()
+        """Set loads, entropy and the number of dropped assignments to zero."""
+        for counter in (self.load, self.entropy, self.dropped):
+            if counter is not None:
+                counter.zero_()
 
     @torch.no_grad()
     def balance(self, load_E: Tensor) -> None:
@@ -157,10 +174,47 @@ def find_mixtures(module: nn.Module) -> list[MixtureOfExperts]:
     return [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
 
 
+def _sizes(ends_E: Tensor) -> Tensor:
+    """Numbers of rows of experts, from the ends of their rows."""
+    return ends_E.diff(prepend=ends_E.new_zeros(1))
+
+
+def _limit_rows(
+    weights_BTK: Tensor, expert_A: Tensor, order_A: Tensor, ends_E: Tensor, capacity: int
+) -> Routing:
+    """Give each expert ``capacity`` rows, for its first tokens; no size depends on the routing.
+
+    Args:
+        weights_BTK: Weights of the assignments.
+        expert_A: Experts of the assignments A = NK, sorted.
+        order_A: Index of each of these among all assignments, which are ordered by token.
+        ends_E: Ends of the assignments of each expert.
+        capacity: Rows of each expert.
+    """
+    num_experts, device = len(ends_E), order_A.device
+    load_E = _sizes(ends_E)
+    starts_E, slots_C = ends_E - load_E, torch.arange(capacity, device=device)
+    # The weights of empty rows are zero; any token stands in for theirs.
+    is_filled_EC = slots_C < load_E[:, None]
+    sources_EC = (starts_E[:, None] + slots_C).clamp(max=len(order_A) - 1)
+    order_R = order_A.index_select(0, sources_EC.flatten())
+    position_A = torch.arange(len(order_A), device=device) - starts_E.index_select(0, expert_A)
+    row_A = torch.where(position_A < capacity, expert_A * capacity + position_A, -1)
+    inverse_A = torch.empty_like(order_A).scatter_(0, order_A, row_A)
+    return Routing(
+        weights_BTK.flatten().index_select(0, order_R) * is_filled_EC.flatten(),
+        order_R,
+        inverse_A.view(-1, weights_BTK.shape[-1]),
+        torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * capacity,
+        capacity,
+    )
+
+
 RowMap = Callable[[Tensor], Tensor]
-Exchange = Callable[[Tensor, int], tuple[RowMap, Tensor, RowMap]]
-"""Function of the ends of the rows of all experts, and their number: a function that sends rows to
-the ranks of their experts, the ends of the rows of this rank's experts, and the inverse."""
+Exchange = Callable[[Tensor, int, int | None], tuple[RowMap, Tensor, RowMap]]
+"""Function of the ends of the rows of all experts, their number, and the capacity: a function that
+sends rows to the ranks of their experts, the ends of the rows of this rank's experts, and the
+inverse."""
 
 
 class Experts(nn.Module):
@@ -176,22 +230,25 @@ class Experts(nn.Module):
 
     def forward(self, x_NW: Tensor, routing: Routing) -> Tensor:
         """Return the sum over the experts of each token."""
-        _, order_R, inverse_NK, ends = routing
+        _, order_R, inverse_NK, ends, capacity = routing
+        is_limited = capacity is not None
         send: RowMap = _keep
         receive: RowMap = _keep
         if self.exchange is not None:
-            send, ends, receive = self.exchange(ends, len(order_R))
+            send, ends, receive = self.exchange(ends, len(order_R), capacity)
         # No tensor of the size of all rows has a name here: each is freed after its last use.
         y_RW = _weigh(
             receive(
                 self.down(
-                    self._hidden(send(_apply(_SortByExpert, x_NW, order_R, inverse_NK)), ends),
+                    self._hidden(
+                        send(_apply(_SortByExpert, x_NW, order_R, inverse_NK, is_limited)), ends
+                    ),
                     ends,
                 )
             ),
             routing.weights,
         )
-        return _apply(_SumByToken, y_RW, order_R, inverse_NK)
+        return _apply(_SumByToken, y_RW, order_R, inverse_NK, is_limited)
 
     def _hidden(self, x_RW: Tensor, ends_E: Tensor) -> Tensor:
         hidden_RF: Tensor = F.silu(self.gate(x_RW, ends_E)) * self.up(x_RW, ends_E)
@@ -231,17 +288,23 @@ def _weigh(y_RW: Tensor, weights_R: Tensor) -> Tensor:
 
 
 class _SortByExpert(torch.autograd.Function):
-    """Rows of tokens in the order of experts: ``x_NW -> x_RW``; no atomic additions."""
+    """Rows of tokens in the order of experts: ``x_NW -> x_RW``; no atomic additions.
+
+    ``is_limited``: whether assignments are dropped, whose row in ``inverse_NK`` is -1.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor, is_limited: bool
+    ) -> Tensor:
         ctx.save_for_backward(inverse_NK)
+        ctx.is_limited = is_limited
         return _gather_rows(x_NW, order_R, inverse_NK)
 
     @staticmethod
-    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse_NK,) = ctx.saved_tensors
-        return _sum_rows(grad_RW, inverse_NK), None, None
+        return _sum_rows(grad_RW, inverse_NK, is_limited=ctx.is_limited), None, None, None
 
 
 def permute_rows(x_RW: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -267,21 +330,27 @@ class _SumByToken(torch.autograd.Function):
     """Sum of the rows of each token: ``y_RW -> y_NW``, the transpose of ``_SortByExpert``."""
 
     @staticmethod
-    def forward(ctx: Any, y_RW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, y_RW: Tensor, order_R: Tensor, inverse_NK: Tensor, is_limited: bool
+    ) -> Tensor:
         ctx.save_for_backward(order_R, inverse_NK)
-        return _sum_rows(y_RW, inverse_NK)
+        return _sum_rows(y_RW, inverse_NK, is_limited=is_limited)
 
     @staticmethod
-    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_rows(grad_NW, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_rows(grad_NW, *ctx.saved_tensors), None, None, None
 
 
 def _gather_rows(x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
     return x_NW.index_select(0, order_R // inverse_NK.shape[1])
 
 
-def _sum_rows(y_RW: Tensor, inverse_NK: Tensor) -> Tensor:
-    y_NKW = y_RW.index_select(0, inverse_NK.flatten()).view(*inverse_NK.shape, -1)
+def _sum_rows(y_RW: Tensor, inverse_NK: Tensor, *, is_limited: bool) -> Tensor:
+    rows_A = inverse_NK.flatten()
+    rows_A = rows_A.clamp(min=0) if is_limited else rows_A
+    y_NKW = y_RW.index_select(0, rows_A).view(*inverse_NK.shape, -1)
+    if is_limited:
+        y_NKW.masked_fill_((inverse_NK < 0)[..., None], 0)
     return y_NKW.sum(1, dtype=y_RW.dtype)  # autocast on CUDA would return fp32
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 
 from scalewise.errors import ConfigIssue
 from scalewise.typed_override import format_override
@@ -30,7 +31,7 @@ class ExpertsConfig:
     """Mixture of experts: a router chooses experts for each token (Shazeer et al., 2017).
 
     The output of a token is ``sum_e weight_e down_e(SiLU(gate_e(x)) * up_e(x))`` over its experts,
-    plus that of the shared experts. No token is dropped.
+    plus that of the shared experts. No token is dropped without ``capacity_factor``.
     """
 
     experts: int | None = None
@@ -54,6 +55,17 @@ class ExpertsConfig:
     """Step of the biases that balance the load without a loss: after each optimizer step, the bias
     of an expert below the mean load grows, and that of one above shrinks (DeepSeek-V3)."""
 
+    capacity_factor: float | None = None
+    """Most tokens of an expert in training, relative to a balanced load of the forward pass of a
+    rank; later tokens pass it by (Switch Transformer); null: no token is dropped."""
+
+    def expert_capacity(self, tokens: int) -> int | None:
+        """Return the most tokens that one expert takes of ``tokens``; None: all."""
+        if self.capacity_factor is None:
+            return None
+        mean_load = tokens * self.experts_per_token / self.routed_experts
+        return min(tokens, ceil(self.capacity_factor * mean_load))
+
     @property
     def routed_experts(self) -> int:
         """Number of routed experts; 0 if the feedforward is dense."""
@@ -66,6 +78,10 @@ class ExpertsConfig:
             if value is not None and value <= 0:
                 fix = f"set {format_override(f'model.{name}', getattr(ExpertsConfig, name) or 2)}"
                 yield ConfigIssue(f"model.{name}", value, "must be positive", fix)
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            fix = "set model.capacity_factor=1.25, or model.capacity_factor=null"
+            key = "model.capacity_factor"
+            yield ConfigIssue(key, self.capacity_factor, "must be positive", fix)
         for name in ("shared_experts", "aux_loss", "router_z_loss", "balance_rate"):
             if getattr(self, name) < 0:
                 value, fix = getattr(self, name), f"set model.{name}=0"

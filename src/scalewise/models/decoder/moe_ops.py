@@ -13,16 +13,27 @@ INT64 = 8
 class ExpertOps(AdapterOps):
     """Adds routing and experts to an operator graph.
 
-    No token is dropped, so that sizes do not depend on the balance of experts: the rows of all
-    experts together are the tokens times the experts per token. With expert parallelism, those of
-    a rank depend on it; the load is balanced here.
+    Sizes do not depend on the balance of experts. Without capacity, the rows of all experts
+    together are the assignments: the tokens times the experts per token. With expert parallelism,
+    those of a rank depend on it; the load is balanced here. With capacity, each expert has as many.
     """
+
+    @property
+    def _num_assignments(self) -> int:
+        return self.forward_spec.num_tokens * self.spec.experts_per_token
+
+    @property
+    def _num_rows(self) -> int:
+        """Number of rows of all experts, for the tokens of this rank."""
+        capacity = self.spec.expert_capacity(self.forward_spec.num_tokens)
+        return self._num_assignments if capacity is None else capacity * self.spec.routed_experts
 
     def add_experts(self, x: int) -> int:
         """Add the router, the routed experts and the weighted sum of their outputs."""
         spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
         tokens = forward_spec.num_tokens
-        num_rows = tokens * spec.experts_per_token
+        num_rows, num_assignments = self._num_rows, self._num_assignments
+        is_limited = spec.capacity_factor is not None
         row_bytes = num_rows * spec.width * forward_spec.compute_element_bytes
         weights, order, inverse = self._add_routing(x)
         sorted_rows = graph.add_op(
@@ -32,7 +43,7 @@ class ExpertOps(AdapterOps):
             saved=(inverse,),
             gradients=(x,),
             forward_scratch=num_rows * INT64,
-            backward_scratch=num_rows * graph.sizes[x] // tokens,
+            backward_scratch=num_assignments * (graph.sizes[x] // tokens + INT64 * is_limited),
         )
         order_rows = None
         if forward_spec.expert_ranks > 1:
@@ -64,6 +75,17 @@ class ExpertOps(AdapterOps):
             ),
             backward_scratch=row_bytes,
         )
+        token_bytes = tokens * spec.width * forward_spec.compute_element_bytes
+        if is_limited:
+            return graph.add_op(
+                OpWork.pointwise,
+                (weighted, order, inverse, x),
+                token_bytes,
+                saved=(order, inverse),
+                gradients=(weighted,),
+                forward_scratch=num_assignments * (token_bytes // tokens + INT64),
+                backward_scratch=num_rows * INT64,
+            )
         by_token = graph.add_op(
             OpWork.pointwise,
             (weighted, inverse),
@@ -74,7 +96,7 @@ class ExpertOps(AdapterOps):
         return graph.add_op(
             OpWork.pointwise,
             (by_token, weighted, order, x),
-            tokens * spec.width * forward_spec.compute_element_bytes,
+            token_bytes,
             saved=(order, inverse),
             gradients=(by_token,),
             backward_scratch=num_rows * INT64,
@@ -85,22 +107,22 @@ class ExpertOps(AdapterOps):
 
         Returns the received rows, sorted by expert, and their order with its inverse.
         """
-        graph, load = self.graph, self.forward_spec.expert_load
-        indices = self._num_expert_rows * INT64
+        graph, num_rows = self.graph, self._num_expert_rows
+        indices = num_rows * INT64
         order = graph.add_op(
             OpWork.pointwise, (rows,), indices, gradients=(), forward_scratch=2 * indices
         )
         inverse = graph.add_op(
             OpWork.pointwise, (order,), indices, gradients=(), forward_scratch=indices
         )
-        received = self._add_all_to_all(rows, round(graph.sizes[rows] * load))
+        received = self._add_all_to_all(rows, graph.sizes[rows] * num_rows // self._num_rows)
         return self._permute(received, order, inverse), (order, inverse)
 
     @property
     def _num_expert_rows(self) -> int:
         """Number of rows of the experts of this rank."""
-        num_rows = self.forward_spec.num_tokens * self.spec.experts_per_token
-        return round(num_rows * self.forward_spec.expert_load)
+        load = 1.0 if self.spec.capacity_factor is not None else self.forward_spec.expert_load
+        return round(self._num_rows * load)
 
     def _add_all_to_all(self, rows: int, size: int) -> int:
         return self.graph.add_op(OpWork.communication, (rows,), size, saved_by_selective=True)
@@ -117,14 +139,14 @@ class ExpertOps(AdapterOps):
     def _add_routing(self, x: int) -> tuple[int, int, int]:
         """Add the router; return the tensors of weights, order and inverse order of the rows."""
         spec, graph, tokens = self.spec, self.graph, self.forward_spec.num_tokens
-        num_rows = tokens * spec.experts_per_token
+        num_assignments, num_rows = self._num_assignments, self._num_rows
         trains = self.is_trained("feedforward.router")
         logits = self.add_linear(x, spec.width, spec.routed_experts, trains=trains)
-        score_bytes, weight_bytes = tokens * spec.routed_experts * FP32, num_rows * FP32
+        score_bytes, weight_bytes = tokens * spec.routed_experts * FP32, num_assignments * FP32
         if graph.sizes[logits] != score_bytes:
             logits = self.add_cast(logits, score_bytes)
         scores = graph.add_op(OpWork.pointwise, (logits,), score_bytes, saves_output=True)
-        experts = num_rows * INT64
+        experts = num_assignments * INT64
         weights = graph.add_op(
             OpWork.pointwise, (scores,), weight_bytes, extra_output_bytes=(experts,)
         )
@@ -158,6 +180,30 @@ class ExpertOps(AdapterOps):
         inverse = graph.add_op(
             OpWork.pointwise, (order,), experts, gradients=(), forward_scratch=experts
         )
+        if spec.capacity_factor is not None:
+            order = graph.add_op(
+                OpWork.pointwise,
+                (inverse,),
+                num_rows * INT64,
+                gradients=(),
+                forward_scratch=num_rows * INT64,
+            )
+            filled = graph.add_op(OpWork.pointwise, (order,), num_rows, gradients=())
+            weights = graph.add_op(
+                OpWork.pointwise,
+                (weights, order),
+                num_rows * FP32,
+                saved=(order,),
+                gradients=(weights,),
+            )
+            sorted_weights = graph.add_op(
+                OpWork.pointwise,
+                (weights, filled),
+                num_rows * FP32,
+                saved=(filled,),
+                gradients=(weights,),
+            )
+            return sorted_weights, order, inverse
         sorted_weights = graph.add_op(
             OpWork.pointwise, (weights, order), weight_bytes, saved=(order,), gradients=(weights,)
         )

@@ -42,22 +42,37 @@ class ExpertMetrics:
         self._counts = []
         strategy.sum_over_data_ranks(counts_SLE)
         counts_SLE = counts_SLE.double()
-        loads_SLE, entropy_SL = counts_SLE[..., :-1], counts_SLE[..., -1] / ENTROPY_UNIT
+        spec = self._mixtures[0].spec
+        loads_SLE, scalars = counts_SLE.tensor_split([spec.routed_experts], dim=-1)
+        entropy_SL = scalars[..., 0] / ENTROPY_UNIT
         relative_SLE = loads_SLE / loads_SLE.mean(-1, keepdim=True).clamp(min=1)
-        per_token = self._mixtures[0].spec.experts_per_token
-        tokens_S = loads_SLE.sum((1, 2)) / per_token
+        pairs_SL = loads_SLE.sum(-1)
+        tokens_S = pairs_SL.sum(1) / spec.experts_per_token
+        # Recomputed forward passes count twice; fractions do not depend on it.
+        dropped_S = (scalars[..., -1] / pairs_SL).sum(1)
+        layers_S = torch.full_like(tokens_S, pairs_SL.shape[1])
         extremes_S2 = torch.stack([relative_SLE.amax((1, 2)), -relative_SLE.amin((1, 2))], 1)
-        sums_S2 = torch.stack([entropy_SL.sum(1), tokens_S], 1)
+        sums_S4 = torch.stack([entropy_SL.sum(1), tokens_S, dropped_S, layers_S], 1)
         if dist.is_initialized():  # other layers are on other stages of a pipeline
             dist.all_reduce(extremes_S2, dist.ReduceOp.MAX)
-            dist.all_reduce(sums_S2)
+            dist.all_reduce(sums_S4)
         return [
             {
                 "experts/max_load": highest,
                 "experts/min_load": -lowest,
                 "experts/router_entropy": entropy / tokens,
+                **self._count_dropped(dropped / layers),
             }
-            for (highest, lowest), (entropy, tokens) in zip(
-                extremes_S2.tolist(), sums_S2.tolist(), strict=True
+            for (highest, lowest), (entropy, tokens, dropped, layers) in zip(
+                extremes_S2.tolist(), sums_S4.tolist(), strict=True
             )
         ]
+
+    def _count_dropped(self, fraction: float) -> dict[str, float]:
+        """Number of dropped pairs in a step, of their mean fraction over layers."""
+        spec, run = self._mixtures[0].spec, self._module.run
+        if spec.capacity_factor is None:
+            return {}
+        sequences = run.tokens_per_step // run.data.sequence
+        tokens = run.tokens_per_step + sequences * run.adapter.prompt_tokens
+        return {"experts/dropped": round(fraction * tokens * spec.experts_per_token * spec.layers)}
