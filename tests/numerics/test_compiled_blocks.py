@@ -16,6 +16,8 @@ from scalewise.strategies.single import SingleDevice
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # raised in Dynamo
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    # Dynamo instantiates autograd functions.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
 TOKENS = 32
@@ -31,6 +33,9 @@ OPTIONS = {
     "ia3": (*LLAMA, "adapter=ia3"),
     "full": (*LLAMA, "memory=checkpoint_full"),
     "selective": (*LLAMA, "memory=checkpoint_selective"),
+    "experts": (*LLAMA, "model.experts=4"),
+    "experts, capacity": (*LLAMA, "model.experts=4", "model.capacity_factor=0.75"),
+    "experts, lora": (*LLAMA, "model.experts=4", "adapter=lora", "adapter.targets=[.*]"),
 }
 
 
