@@ -47,6 +47,7 @@ WITHOUT_WAITS: dict[str, tuple[str, ...]] = {
     "defaults": (),
     "fp32": ("precision=fp32",),
     "bf16_true": ("precision=bf16_true",),
+    "stochastic_rounding": ("precision=bf16_true", "precision.stochastic_rounding=true"),
     "fp16_mixed": ("precision=fp16_mixed",),
     "fp8": ("precision=fp8",),
     "accumulation": ("trainer.global_batch=16",),

@@ -18,6 +18,7 @@ KILL_IN_SAVE, KILL_AT_END = (
     ("trusted_packages=[fixtures]", f"+callbacks.fault._target_=fixtures.faults.{fault}")
     for fault in ("KillInSave", "KillAtEnd")
 )
+ROUNDING = ("precision=bf16_true", "precision.stochastic_rounding=true")
 KINDS = {
     "single": (),
     "ddp": ("parallelism=ddp",),
@@ -28,6 +29,10 @@ KINDS = {
     "ddp_dropout": ("parallelism=ddp", "model.dropout=0.2"),
     "bf16_mixed": ("precision=bf16_mixed",),
     "bf16_true": ("precision=bf16_true",),
+    "stochastic_rounding": ROUNDING,
+    "stochastic_rounding_fsdp": (*ROUNDING, "parallelism=fsdp"),
+    "stochastic_rounding_ddp": (*ROUNDING, "parallelism=ddp", "optimizer=adafactor"),
+    "stochastic_rounding_sgd": (*ROUNDING, "optimizer=sgd", "optimizer.lr=0.1"),
     "ema": ("callbacks=[guard,ema]", "callbacks.ema.decay=0.9"),
     "dropout_uneven_ema": (
         "model.dropout=0.2",
@@ -45,7 +50,7 @@ KINDS = {
 }
 
 EXHAUSTIVE = pytest.mark.exhaustive
-CI_KINDS = ["dropout_uneven_ema", "statistics"]
+CI_KINDS = ["dropout_uneven_ema", "statistics", "stochastic_rounding_fsdp"]
 EXHAUSTIVE_KINDS = [pytest.param(kind, marks=EXHAUSTIVE) for kind in KINDS if kind not in CI_KINDS]
 
 Reference = Callable[[str], RunDir]

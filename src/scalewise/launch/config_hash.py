@@ -63,6 +63,7 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("parallelism", "expert"): 1,
     ("parallelism", "one_rank_mesh"): False,
     ("parallelism", "shard"): "parameters",
+    ("precision", "stochastic_rounding"): False,
     ("schedule", "rewarmup_steps"): 0,
     ("trainer", "clip_percentile"): None,
     ("trainer", "skip_sigma"): None,

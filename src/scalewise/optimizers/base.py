@@ -13,6 +13,16 @@ from typing import ClassVar
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
 
+ROUNDED_ELEMENTS = 1 << 24
+"""Largest number of elements that stochastic rounding updates at once: 64 MiB in fp32."""
+FP32_BYTES = 4
+ROUNDING_BYTES = 9
+"""Temporary bytes per rounded element: its value, random bits, and whether it is NaN."""
+ROUNDING_TRAFFIC = 68
+"""Bytes per element that an fp32 update with stochastic rounding reads and writes without state."""
+STATE_TRAFFIC = 20
+"""Bytes per state element: two casts, and the update in fp32."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig(ABC):
@@ -50,6 +60,11 @@ class OptimizerConfig(ABC):
     pages_state = False
     """Whether state is paged to host memory when the device is full."""
 
+    @property
+    def supports_stochastic_rounding(self) -> bool:
+        """Whether ``precision.stochastic_rounding`` can compute the update in fp32."""
+        return False
+
     @abstractmethod
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Bytes of optimizer state for the shard of a parameter on one of ``shards`` ranks.
@@ -67,6 +82,14 @@ class OptimizerConfig(ABC):
         0: less than the gradients that the backward pass has just freed.
         """
         return 0
+
+    def rounding_scratch_bytes(self, weight: Weight, shards: int) -> int:
+        """Bytes of temporary tensors of an fp32 update with ``precision.stochastic_rounding``."""
+        return 0
+
+    def rounding_traffic_bytes(self, elements: int) -> int:
+        """Bytes that the updates of ``elements`` with stochastic rounding read and write."""
+        return ROUNDING_TRAFFIC * elements
 
     def group_settings(self, weight: Weight) -> dict[str, object]:
         """Settings of the group of a parameter: learning rate and weight decay."""
@@ -117,9 +140,29 @@ class FixedStateOptimizerConfig(OptimizerConfig):
     def state_slots(self) -> int:
         """State elements per parameter element."""
 
+    @property
+    def supports_stochastic_rounding(self) -> bool:
+        """Whether each element is updated by itself, on the device."""
+        return self.elementwise and not self.offload
+
+    @property
+    def update_tensors(self) -> int:
+        """Temporary tensors of an update, in tensors of the size of the parameter."""
+        return 0
+
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Bytes of the state, in the data type of the parameter."""
         return self.state_slots * weight.shard_numel(shards) * element_bytes
+
+    def rounding_scratch_bytes(self, weight: Weight, shards: int) -> int:
+        """Bytes of parameter, gradient, state and temporary tensors in fp32."""
+        num_tensors = 2 + self.state_slots + self.update_tensors
+        elements = min(weight.shard_numel(shards), ROUNDED_ELEMENTS)
+        return elements * max(num_tensors * FP32_BYTES, ROUNDING_BYTES)
+
+    def rounding_traffic_bytes(self, elements: int) -> int:
+        """Bytes that the updates of ``elements`` with stochastic rounding read and write."""
+        return (ROUNDING_TRAFFIC + STATE_TRAFFIC * self.state_slots) * elements
 
 
 def betas_issues(optimizer: OptimizerConfig, *keys: str) -> Iterator[ConfigIssue]:

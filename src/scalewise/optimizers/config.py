@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
-from scalewise.optimizers.base import FixedStateOptimizerConfig, OptimizerConfig, betas_issues
+from scalewise.optimizers.base import (
+    FP32_BYTES,
+    FixedStateOptimizerConfig,
+    OptimizerConfig,
+    betas_issues,
+)
 from scalewise.registry import register_option
 
 MIN_QUANTIZED_ELEMENTS = 4096
 """Elements of the smallest parameter whose state torchao quantizes."""
-FP32_BYTES = 4
 QUANTIZE_BYTES = 24
 """Temporary bytes per element while codes are computed: moments, parameter in fp32, indices."""
 BF16_BYTES = 2
@@ -60,6 +64,11 @@ class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
     def state_slots(self) -> int:
         """2: both moments."""
         return 2
+
+    @property
+    def update_tensors(self) -> int:
+        """2 unless the kernel is fused: the root of the second moment, and the denominator."""
+        return 0 if self.fused else 2
 
 
 @register_option("optimizer", "adamw_paged")
@@ -188,6 +197,11 @@ class SGDConfig(FixedStateOptimizerConfig):
         """1 with momentum, else 0."""
         return 1 if self.momentum else 0
 
+    @property
+    def update_tensors(self) -> int:
+        """Gradient plus weight decay, and that plus Nesterov momentum."""
+        return (self.weight_decay > 0) + self.nesterov
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield issues with values out of range, and with Nesterov without momentum."""
         yield from super().validate()
@@ -220,6 +234,11 @@ class LionConfig(FixedStateOptimizerConfig):
         """1: the momentum."""
         return 1
 
+    @property
+    def update_tensors(self) -> int:
+        """1: the interpolated momentum."""
+        return 1
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each hyperparameter out of range."""
         yield from super().validate()
@@ -246,6 +265,15 @@ class AdafactorConfig(OptimizerConfig):
     implementation = "scalewise.optimizers.implementations"
     elementwise = False
     uses_whole_weights = True
+
+    @property
+    def supports_stochastic_rounding(self) -> bool:
+        """Whether ``precision.stochastic_rounding`` can compute the update in fp32."""
+        return True
+
+    def rounding_scratch_bytes(self, weight: Weight, shards: int) -> int:
+        """Bytes of parameter, gradient and update in fp32."""
+        return 3 * FP32_BYTES * weight.shard_numel(shards)
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Bytes of row and column means of a matrix, or of the second moment of a vector."""

@@ -85,7 +85,8 @@ class ModelStateMemory(FSDPStateMemory):
             formula = f"{averaged:,} x {AVERAGE_BYTES_PER_ELEMENT} B"
             reason = "moving average of the weights, sharded like them"
             yield constant_entry("average", rank_memory.ema_bytes(run), ALL_PHASES, formula, reason)
-        if rank_memory.forward_spec.on_cpu and self.step_scratch_ratio < 0:
+        on_cpu = rank_memory.forward_spec.on_cpu  # kernels of CUDA optimizers are fused
+        if run.precision.stochastic_rounding or (on_cpu and self.step_scratch_ratio < 0):
             scratch = rank_memory.scratch_bytes(run)
             when = REDUCTION_PHASES if run.optimizer.in_backward else (StepPhase.optimizer,)
             yield constant_entry("step", scratch, when, "", "update of the largest parameter")

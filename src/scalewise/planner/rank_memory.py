@@ -213,8 +213,15 @@ class RankMemory(RankStages):
             run.precision.parameters.bytes,
             (*chain.from_iterable(self.block_counts), *self.other_weights),
         )
+        optimizer, shards, is_rounded = (
+            run.optimizer,
+            self.state_shards,
+            run.precision.stochastic_rounding,
+        )
         sizes = (
-            run.optimizer.scratch_bytes(w, self.state_shards, element_bytes)
+            optimizer.rounding_scratch_bytes(w, shards)
+            if is_rounded
+            else optimizer.scratch_bytes(w, shards, element_bytes)
             for w in weights
             if w.trainable
         )

@@ -110,13 +110,12 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     optimizer = host.stepping
     if not rank_memory.states_on_host or run.hardware.device is DeviceKind.cpu:
         # Weights and state are read and written; gradients are read twice, once for their norm.
-        parameter_bytes = (
-            rank_memory.numel(rank_memory.state_shards, trained=True)
-            * run.precision.parameters.bytes
-        )
-        optimizer += (
-            parameter_bytes * (2 + 2) + 2 * rank_memory.state_bytes(run)
-        ) / rates.memory_bytes_per_s
+        elements = rank_memory.numel(rank_memory.state_shards, trained=True)
+        parameter_bytes = elements * run.precision.parameters.bytes
+        update_bytes = parameter_bytes * (2 + 1) + 2 * rank_memory.state_bytes(run)
+        if run.precision.stochastic_rounding:
+            update_bytes = run.optimizer.rounding_traffic_bytes(elements)
+        optimizer += (parameter_bytes + update_bytes) / rates.memory_bytes_per_s
     compute = sum(compute_by_work.values()) + recompute + reference
     exposed, overlapped = _collective_seconds(run, rank, compute)
     on_cuda = run.hardware.device is DeviceKind.cuda

@@ -51,6 +51,9 @@ class Precision:
     """Data type of matmuls and of activations stored for the backward pass."""
     tf32: bool = False
     """Whether fp32 matmuls may run as TF32 on CUDA (10 mantissa bits)."""
+    stochastic_rounding: bool = False
+    """Whether bf16 parameters are updated in fp32 and rounded up or down at random, so that the
+    expected value is exact: updates below half of the last bit are not lost."""
 
     implementation: ClassVar[str] = ""
     """Module that registers ``precision.build.apply_precision``."""
@@ -65,6 +68,10 @@ class Precision:
                 f"is not supported with precision.compute={self.compute}",
                 f"supported pairs (parameters/compute) are {supported}",
             )
+        if self.stochastic_rounding and self.parameters is not FloatFormat.bf16:
+            reason = f"requires bf16 parameters; precision.parameters={self.parameters}"
+            fix = "set precision=bf16_true, or precision.stochastic_rounding=false"
+            yield ConfigIssue("precision.stochastic_rounding", True, reason, fix)
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each missing package."""

@@ -28,6 +28,7 @@ from scalewise.models.init import full_tensor, local_tensor
 from scalewise.objectives import ObjectiveConfig
 from scalewise.objectives.losses import compute_loss, set_chunked_loss, token_sums_function
 from scalewise.optimizers.build import build_optimizer, compile_updates
+from scalewise.optimizers.stochastic_rounding import StochasticRoundingOptimizer
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import grad_norm, optimizer_state_dict
@@ -119,7 +120,13 @@ class ParallelStrategy(Strategy):
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Build the optimizer of the run over the parameters of this rank."""
-        optimizer = build_optimizer(run.optimizer, self.iter_weights(run, module))
+        named_weights = [*self.iter_weights(run, module)]
+        optimizer = build_optimizer(run.optimizer, named_weights)
+        if run.precision.stochastic_rounding:
+            names = {parameter: weight.name for weight, parameter in named_weights}
+            optimizer = StochasticRoundingOptimizer(
+                optimizer, names, run.seed, elementwise=run.optimizer.elementwise
+            )
         if run.cuda_compile is not None:
             compile_updates(run.optimizer, optimizer, run.cuda_compile)
         if run.optimizer.in_backward:

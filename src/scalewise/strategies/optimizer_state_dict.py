@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-COUNTER_KEYS = ("k", "weight_sum", "lr_max", "train_mode")
-"""Counters that schedule-free AdamW stores in its parameter groups."""
+COUNTER_KEYS = ("k", "weight_sum", "lr_max", "train_mode", "rounding_step")
+"""Counters in parameter groups: of schedule-free AdamW, and of stochastic rounding."""
 
 SCALAR_SLOTS = ("step", "mu_product", "eta", "mu")
 """Slots of torch's optimizers that are scalars for parameters of any shape."""

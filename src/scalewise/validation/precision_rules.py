@@ -11,6 +11,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
+from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat, Precision
@@ -157,6 +158,47 @@ def bf16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         has_fp16 = run.hardware.device is DeviceKind.cuda
         fix = f"set precision={'fp16_mixed' if has_fp16 else 'fp32'}"
         yield ConfigIssue("precision", chosen, reason, fix)
+
+
+def stochastic_rounding_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for updates that ``precision.stochastic_rounding`` does not compute."""
+    precision, optimizer, parallelism = run.precision, run.optimizer, run.parallelism
+    if not precision.stochastic_rounding or precision.parameters is not FloatFormat.bf16:
+        return
+    key = "precision.stochastic_rounding"
+    if run.objective.is_user_defined:
+        reason = "is not supported with objective=module, which builds its optimizer itself"
+        yield ConfigIssue(key, True, reason, f"set {key}=false")
+        return
+    reason = f"is not supported with {key}=true"
+    if optimizer.offload:
+        yield ConfigIssue("optimizer.offload", True, reason, "set optimizer.offload=false")
+    elif not optimizer.supports_stochastic_rounding:
+        fix = f"set optimizer=adamw, or {key}=false"
+        yield ConfigIssue("optimizer", run.option("optimizer"), reason, fix)
+    if optimizer.in_backward:
+        yield ConfigIssue("optimizer.in_backward", True, reason, "set optimizer.in_backward=false")
+    if optimizer.shard:
+        fix = "set optimizer.shard=false parallelism=fsdp parallelism.shard=optimizer"
+        yield ConfigIssue("optimizer.shard", True, reason, fix)
+    if isinstance(parallelism, DeepSpeedConfig):
+        option = run.option("parallelism")
+        reason = f"updates the parameters itself, without {key}"
+        yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
+    elif isinstance(parallelism, DDPConfig) and not parallelism.averages_gradients:
+        hook = parallelism.comm_hook.value
+        reason = "averages bf16 parameters, which rounds them to nearest"
+        fix = f"set parallelism.comm_hook=none, or {key}=false"
+        yield ConfigIssue("parallelism.comm_hook", hook, reason, fix)
+    elif isinstance(parallelism, MeshConfig):
+        for axis in ("pipeline", "context", "tensor", "expert"):
+            size = parallelism.expert if axis == "expert" else parallelism.sizes[axis]
+            if size > 1:
+                fix = f"set parallelism=fsdp parallelism.{axis}=1"
+                yield ConfigIssue(f"parallelism.{axis}", size, reason, fix)
+        if parallelism.cpu_offload:
+            fix = "set parallelism.cpu_offload=false"
+            yield ConfigIssue("parallelism.cpu_offload", True, reason, fix)
 
 
 def fp16_issues(run: RunConfig) -> Iterator[ConfigIssue]:

@@ -28,6 +28,7 @@ from scalewise.validation.precision_rules import (
     fp16_issues,
     precision_issues,
     quantization_issues,
+    stochastic_rounding_issues,
 )
 from scalewise.validation.trainer_rules import (
     memory_issues,
@@ -77,6 +78,8 @@ def iter_issues(run: RunConfig, validated: RunConfig | None = None) -> Iterator[
             yield from token_issues(run)
     yield from trusted_imports.module_issues(run)
     yield from bf16_issues(run)
+    if not misplaced:
+        yield from stochastic_rounding_issues(run)
     yield from trusted_imports.callback_issues(run)
     if not NAME_PATTERN.fullmatch(run.name) or run.name.startswith("."):
         reason = "must be 1 to 128 printable characters without / and \\ and without a leading dot"

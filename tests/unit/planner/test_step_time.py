@@ -10,8 +10,10 @@ from fixtures.strategies import LLAMA_8B_STEP
 
 from scalewise.hardware import Hardware
 from scalewise.models.op_graph import OpWork, build_op_graphs
+from scalewise.optimizers.base import ROUNDED_ELEMENTS
 from scalewise.parallelism.collective import CollectiveKind
 from scalewise.parallelism.mesh import AXES
+from scalewise.planner import peak_memory
 from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.operator_time import DeviceRates, forward_seconds
@@ -273,3 +275,23 @@ def test_compute_beside_collectives_is_slower_on_gpus(compose: Compose) -> None:
     assert cpu_step is not None
     assert cpu_step.overlapped_communication > 0
     assert cpu_step.overlap_slowdown == 0
+
+
+def test_stochastic_rounding_adds_traffic_and_bounded_memory(compose: Compose) -> None:
+    overrides = ("model=llama3_1b", "hardware=h100", "data=synthetic", "precision=bf16_true")
+    run, rounded = (
+        compose(*overrides, f"precision.stochastic_rounding={value}", check_machine=False)
+        for value in ("false", "true")
+    )
+    step, rounded_step = predict_step_time(run), predict_step_time(rounded)
+    assert step is not None
+    assert rounded_step is not None
+    # Bytes per element: gradient norm, then weight, gradient and moments; with rounding also casts.
+    ratio = (68 + 2 * 20 + 2) / (2 + 2 * 3 + 2 * 4)
+    assert rounded_step.optimizer == pytest.approx(ratio * step.optimizer)
+    assert rounded_step.matmul == step.matmul
+    sizes = [peak_memory.worst_rank_breakdown(each).entries for each in (run, rounded)]
+    scratch = [[entry for entry in entries if entry.name == "step"] for entries in sizes]
+    assert scratch[0] == []
+    (entry,) = scratch[1]
+    assert max(entry.bytes.values()) == ROUNDED_ELEMENTS * 4 * 4  # of 262,668,288

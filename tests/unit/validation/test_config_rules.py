@@ -7,7 +7,71 @@ pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
 IN_BACKWARD = ["optimizer.in_backward=true", "trainer.clip_norm=null"]
 LOCAL_SGD = ["parallelism=ddp", "parallelism.comm_hook=post_local_sgd"]
+ROUNDING = ["precision=bf16_true", "precision.stochastic_rounding=true"]
 RULES: list[RejectionCase] = [
+    *(
+        (
+            [f"precision={precision}", ROUNDING[1]],
+            "precision.stochastic_rounding",
+            "requires bf16 parameters",
+            "set precision=bf16_true",
+        )
+        for precision in ("fp32", "bf16_mixed", "fp8")
+    ),
+    *(
+        ([*ROUNDING, *overrides], key, reason, fix)
+        for overrides, key, reason, fix in (
+            (["optimizer.offload=true"], "optimizer.offload", "=true", "optimizer.offload=false"),
+            (["optimizer=muon"], "optimizer", "is not supported with precision", "=adamw"),
+            (["optimizer=adamw_8bit"], "optimizer", "is not supported with precision", "=adamw"),
+            (["optimizer=adamw_paged"], "optimizer", "is not supported with precision", "=adamw"),
+            (
+                ["optimizer=schedule_free", "schedule=constant"],
+                "optimizer",
+                "is not supported with precision",
+                "precision.stochastic_rounding=false",
+            ),
+            (
+                ["optimizer.in_backward=true", "trainer.clip_norm=null"],
+                "optimizer.in_backward",
+                "is not supported with precision",
+                "optimizer.in_backward=false",
+            ),
+            (
+                ["parallelism=ddp", "optimizer.shard=true"],
+                "optimizer.shard",
+                "is not supported with precision",
+                "parallelism=fsdp parallelism.shard=optimizer",
+            ),
+            (
+                ["parallelism=deepspeed_zero2"],
+                "parallelism",
+                "updates the parameters itself",
+                "parallelism=fsdp",
+            ),
+            (
+                ["parallelism=ddp", "parallelism.comm_hook=post_local_sgd"],
+                "parallelism.comm_hook",
+                "averages bf16 parameters",
+                "parallelism.comm_hook=none",
+            ),
+            *(
+                (
+                    [f"parallelism={axis}"],
+                    f"parallelism.{axis}",
+                    "is not supported with precision",
+                    f"parallelism=fsdp parallelism.{axis}=1",
+                )
+                for axis in ("pipeline", "context", "tensor")
+            ),
+            (
+                ["parallelism=fsdp", "parallelism.cpu_offload=true"],
+                "parallelism.cpu_offload",
+                "is not supported with precision",
+                "parallelism.cpu_offload=false",
+            ),
+        )
+    ),
     (["memory.every=0.5"], "memory.every", "must be 1 or more", "memory.every=2"),
     (
         ["optimizer.in_backward=true"],
