@@ -35,6 +35,7 @@ from scalewise.strategies.activation_checkpointing import apply_checkpointing
 BATCH_SIZE, TOKENS = 8, 64
 FP8 = Float8()
 FIRST_BLOCK = StageSlice(range(1))
+LATENT = {"kv_latent_dim": 40, "head_width": 24, "rope_head_dim": 8}
 SPECS = {
     "llama": DecoderConfig(
         vocabulary=256, context=TOKENS, width=64, layers=1, heads=4, feedforward=160, kv_heads=2
@@ -79,6 +80,10 @@ SPECS["gpt_neox"] = replace(
     rotary_fraction=0.25,
 )
 SPECS["phi"] = replace(SPECS["gpt_neox"], residual=Residual.parallel_one_norm, head_bias=True)
+SPECS["latent"] = replace(SPECS["llama"], kv_heads=None, **LATENT)
+SPECS["latent_queries"] = replace(
+    SPECS["latent"], query_latent_dim=48, value_head_dim=24, attention_multiplier=0.5
+)
 ELEMENT_BYTES = {
     "fp32": (4, 4, 4),
     "bf16_mixed": (4, 2, 4),
@@ -102,7 +107,7 @@ CASES = [
     if (family, name) not in UNSUPPORTED_CASES
     if family in ("llama", "gpt2")
     or name in ("fp32", "bf16_true")
-    or (family == "softcap" and name == "bf16_mixed")
+    or (family in ("softcap", "latent", "latent_queries") and name == "bf16_mixed")
 ]
 
 
@@ -167,6 +172,32 @@ def test_memory_of_softcapped_scores_equals_the_operator_graph(
     )
     (attention,) = (op for op in graph.operators if op.work is OpWork.attention)
     assert attention.backward_scratch > predicted.backward_peak / 2
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("family", ["latent", "latent_queries"])
+def test_memory_of_latent_attention_equals_the_operator_graph(
+    family: str, precision: str, recompute: Recompute
+) -> None:
+    """With a small feedforward, attention determines the peaks."""
+    spec = replace(SPECS[family], feedforward=16)
+    stream, compute, master_bytes = ELEMENT_BYTES[precision]
+    shape = ForwardSpec(
+        *(BATCH_SIZE, TOKENS, stream, compute, master_bytes),
+        autocast="mixed" in precision,
+        on_cpu=True,
+        rope_element_bytes=master_bytes,
+    )
+    graph = build_op_graphs(spec, shape).block
+    predicted = simulate_part(graph, recompute, fresh_gradients=True)
+    measured_bytes = _measured(spec, precision, recompute, fresh_gradients=True)
+    assert measured_bytes["saved"] == pytest.approx(predicted.saved_bytes, rel=1e-3)
+    assert measured_bytes["forward"] == pytest.approx(predicted.forward_peak, rel=0.003)
+    # The test keeps the output of the block, whose gradient the attention sublayer does not read.
+    assert measured_bytes["backward"] == pytest.approx(
+        predicted.backward_peak + graph.sizes[0], rel=0.01
+    )
 
 
 EXPERTS = replace(SPECS["llama"], experts=8, expert_dim=96)

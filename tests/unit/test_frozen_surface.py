@@ -41,6 +41,7 @@ def test_groups_and_options_are_frozen() -> None:
             "blip2_opt_6_7b",
             "decoder_10m",
             "decoder_nano",
+            "deepseek_v2_lite",
             "gemma2_2b",
             "gemma3_1b",
             "gemma3_4b",

@@ -21,3 +21,8 @@ PHI = (
     *("model.residual=parallel_one_norm", "model.rotary_fraction=0.5", "model.head_bias=true"),
 )
 GPT_NEOX = (*PHI, "model.residual=parallel", "model.head_bias=false")
+MLA = (
+    *("model.kv_latent_dim=48", "model.query_latent_dim=64", "model.head_width=48"),
+    *("model.kv_heads=null", "model.rope_head_dim=16", "model.experts=4", "model.expert_dim=64"),
+    *("model.shared_experts=1", "model.dense_layers=1", "model.norm_topk=false"),
+)

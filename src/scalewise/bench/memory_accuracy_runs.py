@@ -1,6 +1,6 @@
 """Small runs that are trained to measure the accuracy of the predicted peak memory."""
 
-from scalewise.bench.decoder_architectures import GEMMA2, GEMMA3, GPT_NEOX, OLMO2, PHI, QWEN
+from scalewise.bench.decoder_architectures import GEMMA2, GEMMA3, GPT_NEOX, MLA, OLMO2, PHI, QWEN
 
 Overrides = tuple[str, ...]
 
@@ -122,6 +122,7 @@ TRAINED: tuple[Overrides, ...] = (
     (*GEMMA3, FULL),
     (*GEMMA2, *PACKING),
     PHI,
+    MLA,
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
     fsdp_overrides(2, *_IN_BACKWARD),
@@ -169,6 +170,9 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     (*GPT_NEOX, LORA),
     (*GPT_NEOX, COMPILED),
     (*GPT_NEOX, *_TENSOR),
+    (*MLA, MIXED),
+    (*MLA, LORA),
+    fsdp_overrides(2, *MLA),
     (*PHI, MIXED),
     (*PHI, FULL),
     (*PHI, LORA),

@@ -167,6 +167,8 @@ class Op:
     """Inputs that get a gradient, in the order of computation."""
     shares_gradient: bool = False
     """Whether inputs of the output's dtype receive the output's gradient itself, without a copy."""
+    gradient_views: tuple[int, ...] = ()
+    """Inputs whose gradient is a view of the output's gradient, as a part of a concatenation."""
     weight_gradient_bytes: tuple[int, int] = (0, 0)
     """Bytes of the weight gradient as computed, and as stored in ``.grad``."""
     weight_gradient_first: bool = True
@@ -259,6 +261,7 @@ class OpGraph:
         extra_output_bytes: Sequence[int] = (),
         saves_output: bool = False,
         shares_gradient: bool = False,
+        gradient_views: tuple[int, ...] = (),
         forward_scratch: int = 0,
         backward_scratch: int = 0,
         cast_bytes: tuple[int, int] = (0, 0),
@@ -296,6 +299,7 @@ class OpGraph:
                 saved=all_saved if has_backward else (),
                 gradients=differentiable,
                 shares_gradient=shares_gradient,
+                gradient_views=gradient_views,
                 weight_gradient_bytes=weight_gradient_bytes,
                 weight_gradient_first=weight_gradient_first,
                 forward_scratch=forward_scratch,

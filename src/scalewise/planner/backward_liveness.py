@@ -106,9 +106,11 @@ class BackwardLiveness:
     def _unfused_gradients(
         self, operator: Op, output_gradient: Buffers
     ) -> Iterator[tuple[int, Buffers]]:
+        output_size = self._graph.sizes[operator.writes[0]]
         for tensor in operator.gradients:
             size = self._graph.sizes[tensor]
-            is_shared = operator.shares_gradient and size == self._buffer_sizes[output_gradient[0]]
+            is_shared = operator.shares_gradient and size == output_size
+            is_shared = is_shared or tensor in operator.gradient_views
             yield tensor, self._retain(output_gradient) if is_shared else (self._allocate(size),)
 
     def _fused_gradients(

@@ -34,7 +34,10 @@ def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue
     if len(model.info.stack_starts) > 1:
         yield from _stack_issues(model, run)
     if not model.has_equal_blocks:
-        yield from _unequal_block_issues(model, run)
+        models = f"models with several kinds of blocks ({model.info.model_type})"
+        if len(model.info.stack_starts) > 1:
+            models = "vision-language models" if model.image_size else "encoder-decoder models"
+        yield from _unequal_block_issues(models, run)
     if model.has_experts:
         yield from quantized_expert_issues(f"the experts of {model.info.model_type}", run)
     reasons = dict.fromkeys(("context", "pipeline"), UNSUPPORTED)
@@ -70,6 +73,15 @@ def _decoder_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssu
         reason = "normalizes over the heads of all tensor-parallel ranks"
         fix = "set parallelism=fsdp parallelism.tensor=1"
         yield ConfigIssue("model.qk_norm", model.qk_norm.value, reason, fix)
+    if ranks > 1 and model.has_latent_attention:
+        reason = "is not supported with model.kv_latent_dim, whose latents all heads read"
+        fix = "set parallelism=fsdp parallelism.tensor=1"
+        yield ConfigIssue("parallelism.tensor", ranks, reason, fix)
+    if run.adapter.prefix_tokens and model.has_latent_attention:
+        reason = "adds prefix keys, which latent attention (model.kv_latent_dim) has none of"
+        yield ConfigIssue("adapter", run.option("adapter"), reason, "set adapter=lora")
+    if not model.has_equal_blocks:
+        yield from _unequal_block_issues("dense blocks before experts (model.dense_layers)", run)
     if run.adapter.prefix_tokens and model.window is not None:
         reason = "adds prefix keys, which a window of model.window tokens would hide"
         yield ConfigIssue("adapter", run.option("adapter"), reason, "set adapter=lora")
@@ -90,12 +102,9 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
         yield ConfigIssue("model.path", model.path, reason, fix)
 
 
-def _unequal_block_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield features that are not supported for blocks with different weights."""
-    models = f"models with several kinds of blocks ({model.info.model_type})"
-    if len(model.info.stack_starts) > 1:
-        models = "vision-language models" if model.image_size else "encoder-decoder models"
-    reason = f"is not supported for {models}"
+def _unequal_block_issues(models: str, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield features that are not supported for ``models``, blocks with different weights."""
+    model, reason = run.model, f"is not supported for {models}"
     if run.precision.fp8_layers(model):
         option = run.option("precision")
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")

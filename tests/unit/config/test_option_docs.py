@@ -51,7 +51,7 @@ DIMENSIONLESS = {
     *("experts_per_token", "learning_rate", "logit_divisor", "logit_softcap", "perturbation"),
     *("residual_multiplier", "rope_attention_factor", "rope_local_theta", "router_z_loss"),
     "rotary_fraction",
-    *("shared_experts",),
+    *("dense_layers", "routed_scaling", "shared_experts"),
     *(
         "beta2",
         "beta2_decay",

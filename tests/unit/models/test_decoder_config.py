@@ -24,6 +24,7 @@ PARAMETERS = {
     "moe_nano": 2_364_544,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v2_lite": 15_706_484_224,
     "decoder_nano": 1_180_800,
     "decoder_10m": 9_965_824,
     "gpt2_124m": 124_439_808,

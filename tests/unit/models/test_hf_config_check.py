@@ -11,6 +11,7 @@ from fixtures.decoder_configs import ENUMS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -200,6 +201,7 @@ CLASSES = {
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "deepseek_v2": DeepseekV2Config,
     "olmo2": Olmo2Config,
     "granite": GraniteConfig,
     "smollm3": SmolLM3Config,
@@ -247,6 +249,21 @@ def test_accepted_activations_equal_the_decoder() -> None:
         torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
 
 
+DEEPSEEK_SIZES = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+DEEPSEEK_YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+DEEPSEEK_YARN |= {"original_max_position_embeddings": 8}
 EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"hidden_act": "swish"}),
@@ -286,6 +303,14 @@ EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("phi", {}),
     ("phi", {"partial_rotary_factor": 1.0, "rope_theta": 50.0}),
     ("phi", {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.25}),
+    ("deepseek_v2", DEEPSEEK_SIZES),
+    ("deepseek_v2", {**DEEPSEEK_SIZES, "q_lora_rank": None, "routed_scaling_factor": 2.0}),
+    ("deepseek_v2", {**DEEPSEEK_SIZES, "first_k_dense_replace": 0, "norm_topk_prob": False}),
+    ("deepseek_v2", {**DEEPSEEK_SIZES, "rope_scaling": DEEPSEEK_YARN, "n_group": 1}),
+    (
+        "deepseek_v2",
+        {**DEEPSEEK_SIZES, "rope_scaling": {**DEEPSEEK_YARN, "mscale": 1.0, "beta_fast": 8.0}},
+    ),
     ("gpt2", {}),
     ("gpt2", {"activation_function": "gelu_fast"}),
     ("gpt2", {"reorder_and_upcast_attn": True}),
@@ -315,6 +340,11 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"hidden_act": "gelu_new"}),
     ("phi", {"qk_layernorm": True}),
     ("phi", {"hidden_act": "gelu"}),
+    ("deepseek_v2", {**DEEPSEEK_SIZES, "attention_bias": True}),
+    (
+        "deepseek_v2",
+        {**DEEPSEEK_SIZES, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    ),
     ("gpt2", {"activation_function": "relu"}),
     ("gpt2", {"activation_function": "gelu"}),
     ("gpt2", {"scale_attn_weights": False}),

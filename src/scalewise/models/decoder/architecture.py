@@ -16,13 +16,14 @@ from scalewise.models.decoder.kinds import (
     Residual,
     RopeScaling,
 )
+from scalewise.models.decoder.latent_attention_config import LatentAttentionConfig
 from scalewise.models.decoder.moe_config import ExpertsConfig
 
 QKV = ("attention.query", "attention.key", "attention.value")
 
 
 @dataclass(frozen=True)
-class DecoderArchitecture(ExpertsConfig, ModelConfig):
+class DecoderArchitecture(LatentAttentionConfig, ExpertsConfig, ModelConfig):
     """Shape of a decoder, norms, positions and multipliers; ``DecoderConfig`` is the option."""
 
     vocabulary: int
@@ -37,7 +38,7 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
     """Number of query heads per block."""
     feedforward: int
     """Width of the feedforward's hidden layer, in features; with experts, of each expert unless
-    ``expert_dim`` is set."""
+    ``expert_dim`` is set, and of the first ``dense_layers`` blocks."""
     kv_heads: int | None = None
     """Number of key and value heads per block (grouped-query attention); null: as many as
     ``heads``."""
@@ -120,13 +121,28 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
 
     @property
     def head_size(self) -> int:
-        """Features per head."""
+        """Features per head of queries and keys."""
         return self.head_width or self.width // self.heads
 
     @property
     def rotary_size(self) -> int:
         """Features per head that have rotary positions."""
-        return int(self.head_size * self.rotary_fraction)
+        return self.rope_head_dim or int(self.head_size * self.rotary_fraction)
+
+    @property
+    def rope_table_size(self) -> int:
+        """Features of a position in the rotary table: of a head, or of its rotary part alone."""
+        return self.rope_head_dim or self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Features per head of values."""
+        return self.value_head_dim or self.head_size - (self.rope_head_dim or 0)
+
+    @property
+    def value_width(self) -> int:
+        """Features of all value heads of one token, which the output projection reads."""
+        return self.heads * self.value_size
 
     @property
     def key_heads(self) -> int:
@@ -140,7 +156,7 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
 
     @property
     def query_width(self) -> int:
-        """Features of all query heads of one token, also of the attention output."""
+        """Features of all query heads of one token."""
         return self.heads * self.head_size
 
     @property
@@ -181,7 +197,7 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
 
     @property
     def kv_width(self) -> int:
-        """Features of all key heads of one token; the values have as many."""
+        """Features of all key heads of one token; attention reads as many of the values."""
         return self.key_heads * self.head_size
 
     @property
@@ -214,6 +230,7 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
             "kv_heads": self.key_heads,
             "head_width": self.head_size,
             "expert_dim": self.hidden_dim,
+            "value_head_dim": self.value_size if self.has_latent_attention else None,
             "attention_multiplier": self.attention_scale,
             "window": window,
             "global_every": None if window is None else within(self.global_every, self.layers),

@@ -178,7 +178,7 @@ def build_rope_table(spec: DecoderConfig, theta: float, *, scales: bool) -> Tens
         frequencies = frequencies * (unscaled + (1 - unscaled) / spec.rope_factor)
     angles = torch.outer(positions_T, frequencies)
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    rest = torch.ones(spec.context, spec.head_size - spec.rotary_size, device="cpu")
+    rest = torch.ones(spec.context, spec.rope_table_size - spec.rotary_size, device="cpu")
     return torch.stack((torch.cat((cos, cos, rest), -1), torch.cat((-sin, sin, 0 * rest), -1)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,32 +52,66 @@ class DecoderConfig(DecoderArchitecture):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the rotary tables: cosines and sines in float32, never sharded."""
-        return self.rope_tables * 2 * self.context * self.head_size * 4
+        return self.rope_tables * 2 * self.context * self.rope_table_size * 4
 
     @property
-    def linear_layers(self) -> tuple[tuple[str, int, int, str], ...]:
-        """Linear layers of one block: name within it, output features, input features, role.
+    def has_equal_blocks(self) -> bool:
+        """Whether all blocks have weights of the same names and shapes."""
+        return not self.experts or self.dense_layers == 0
+
+    @property
+    def attention_linears(self) -> tuple[tuple[str, int, int], ...]:
+        """Linear layers of attention: name within a block, output and input features."""
+        width = self.width
+        if self.kv_latent_dim is None:
+            return (
+                (QKV[0], self.query_width, width),
+                (QKV[1], self.kv_width, width),
+                (QKV[2], self.kv_width, width),
+                ("attention.output", width, self.query_width),
+            )
+        rope, query_input = self.rope_head_dim or 0, self.query_latent_dim or width
+        has_latent = self.query_latent_dim is not None
+        return (
+            *((("attention.query_latent", query_input, width),) if has_latent else ()),
+            ("attention.query", self.query_width - self.heads * rope, query_input),
+            ("attention.query_rope", self.heads * rope, query_input),
+            ("attention.kv_latent", self.kv_latent_dim, width),
+            ("attention.key_rope", rope, width),
+            ("attention.key", self.kv_width - self.heads * rope, self.kv_latent_dim),
+            ("attention.value", self.value_width, self.kv_latent_dim),
+            ("attention.output", width, self.value_width),
+        )
+
+    @property
+    def attention_norms(self) -> tuple[tuple[str, int], ...]:
+        """Norms within attention: name within a block, and features."""
+        if self.has_latent_attention:
+            latents = {"query_latent": self.query_latent_dim, "kv_latent": self.kv_latent_dim}
+            return tuple((f"attention.{name}_norm", it) for name, it in latents.items() if it)
+        if self.qk_norm is QKNorm.none:
+            return ()
+        return tuple(zip(QK_NORMS, self.qk_norm_sizes, strict=True))
+
+    def feedforward_linears(self, *, experts: bool) -> tuple[tuple[str, int, int], ...]:
+        """Linear layers of a feedforward, dense or of shared experts, as ``attention_linears``.
 
         The router and the matrices of routed experts are not among them.
         """
         up = ("gate", "up") if self.has_gate else ("up",)
         prefix, hidden = "feedforward", self.feedforward
-        if self.experts:
+        if experts:
             prefix, hidden = "feedforward.shared", self.shared_experts * self.hidden_dim
-        return (
-            (QKV[0], self.query_width, self.width, "attention"),
-            (QKV[1], self.kv_width, self.width, "attention"),
-            (QKV[2], self.kv_width, self.width, "attention"),
-            ("attention.output", self.width, self.query_width, "attention"),
-            *(
-                layer
-                for layer in (
-                    *((f"{prefix}.{name}", hidden, self.width, "feedforward") for name in up),
-                    (f"{prefix}.down", self.width, hidden, "feedforward"),
-                )
-                if hidden
-            ),
+        layers = (
+            *((f"{prefix}.{name}", hidden, self.width) for name in up),
+            (f"{prefix}.down", self.width, hidden),
         )
+        return layers if hidden else ()
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of blocks whose feedforward is a mixture of experts."""
+        return max(0, self.layers - self.dense_layers) if self.experts else 0
 
     @property
     def block_norms(self) -> tuple[str, ...]:
@@ -98,23 +132,24 @@ class DecoderConfig(DecoderArchitecture):
             yield Weight("position.weight", (self.context, self.width), "position")
         for layer in range(self.layers):
             block = f"blocks.{layer}"
+            experts = self.has_experts(layer)
             sublayers = {
-                "attention_norm": self.linear_layers[:4],
-                "feedforward_norm": self.linear_layers[4:],
+                "attention": self.attention_linears,
+                "feedforward": self.feedforward_linears(experts=experts),
             }
-            for norm, linears in sublayers.items():
+            for role, linears in sublayers.items():
+                norm = f"{role}_norm"
                 if norm in self.block_norms:
                     yield from self._norm(f"{block}.{norm}", layer)
-                if norm == "feedforward_norm" and self.experts:
+                if role == "feedforward" and experts:
                     yield from self._expert_weights(block, layer)
-                for name, out, into, role in linears:
+                for name, out, into in linears:
                     yield Weight(f"{block}.{name}.weight", (out, into), role, layer)
                     if self.has_bias(name):
                         yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
-                if norm == "attention_norm" and self.qk_norm is not QKNorm.none:
-                    for name, size in zip(QK_NORMS, self.qk_norm_sizes, strict=True):
-                        yield Weight(f"{block}.{name}.weight", (size,), "norm", layer)
-                if (after := norm.replace("norm", "post_norm")) in self.block_norms:
+                for name, size in self.attention_norms if role == "attention" else ():
+                    yield Weight(f"{block}.{name}.weight", (size,), "norm", layer)
+                if (after := f"{role}_post_norm") in self.block_norms:
                     yield from self._norm(f"{block}.{after}", layer)
         yield from self._norm("norm", None)
         if not self.tied:
@@ -143,8 +178,8 @@ class DecoderConfig(DecoderArchitecture):
     @property
     def active_parameters(self) -> int:
         """Number of parameters that one token is computed with."""
-        inactive = self.routed_experts - self.experts_per_token if self.experts else 0
-        return self.num_parameters - self.layers * inactive * 3 * self.width * self.hidden_dim
+        inactive = self.num_expert_layers * (self.routed_experts - self.experts_per_token)
+        return self.num_parameters - inactive * 3 * self.width * self.hidden_dim
 
     def _norm(self, name: str, layer: int | None) -> Iterator[Weight]:
         yield Weight(f"{name}.weight", (self.width,), "norm", layer)
@@ -160,22 +195,28 @@ class DecoderConfig(DecoderArchitecture):
         backward (one matmul for the input gradient, one for the weight gradient): 6mn. The
         embedding is a lookup and costs none; the head is a linear layer, tied or not. Attention
         multiplies each query with S keys, and its weights with S values: 2 matmuls of 2 S A FLOPs,
-        A = ``query_width``. The backward of flash attention has 5 such matmuls, one of which
-        recomputes the scores: 2.5 times the forward. The sum per layer and token is
-        4 S A * 3.5 = 14 S A (12 S A without the recomputation; ``attention`` selects the
-        convention).
+        A = ``query_width``; narrower values are padded, which the other conventions do not count.
+        The backward of flash attention has 5 such matmuls, one of which recomputes the scores: 2.5
+        times the forward. The sum per layer and token is 4 S A * 3.5 = 14 S A (12 S A without the
+        recomputation; ``attention`` selects the convention).
 
         Every query counts against the full sequence, except with ``AttentionFlops.causal``, which
         counts half of it; in layers with a window, against ``mean_keys``. Of the routed experts,
         those of one token count.
         Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
         """
-        block = 6.0 * sum(out * into for _, out, into, _ in self.linear_layers)
-        if self.experts:
+        experts, width = self.num_expert_layers, self.query_width
+        weights = self.layers * _count_elements(self.attention_linears)
+        dense = _count_elements(self.feedforward_linears(experts=False))
+        weights += (self.layers - experts) * dense
+        if experts:
             active = self.experts_per_token * len(EXPERT_MATRICES) * self.hidden_dim
-            block += 6.0 * self.width * (active + self.experts)
-        attention_flops = attention.count(self.mean_keys(sequence) * self.query_width)
-        return self.layers * (block + attention_flops) + 6.0 * self.output_size * self.width
+            shared = _count_elements(self.feedforward_linears(experts=True))
+            weights += experts * (shared + self.width * (active + self.routed_experts))
+        if attention is not AttentionFlops.kernel:
+            width = (width + self.value_width) // 2
+        attention_flops = attention.count(self.mean_keys(sequence) * width)
+        return self.layers * attention_flops + 6.0 * (weights + self.output_size * self.width)
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the architecture, and of pretrained weights that do not exist."""
@@ -185,26 +226,31 @@ class DecoderConfig(DecoderArchitecture):
         """Return Megatron's styles: a column- and a row-parallel layer per sublayer."""
         norms = (*(f"blocks.*.{name}" for name in self.block_norms), "norm")
         rows = ("attention.output", "feedforward.down")
+        linears = (*self.attention_linears, *self._feedforward_kinds())
         return {
             "embedding": TPStyle.vocabulary,
             "position": TPStyle.positions,
             **dict.fromkeys(norms, TPStyle.tokens),
-            **{
-                f"blocks.*.{name}": TPStyle.heads
-                for name in QK_NORMS
-                if self.qk_norm is not QKNorm.none
-            },
+            **{f"blocks.*.{name}": TPStyle.heads for name, _ in self.attention_norms},
             **{
                 f"blocks.*.{name}": TPStyle.row if name in rows else TPStyle.column
-                for name, *_ in self.linear_layers
+                for name, *_ in linears
             },
             "head": TPStyle.head,
         }
 
+    def _feedforward_kinds(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the linear layers of dense feedforwards, and of those with experts."""
+        if self.num_expert_layers < self.layers:
+            yield from self.feedforward_linears(experts=False)
+        if self.num_expert_layers:
+            yield from self.feedforward_linears(experts=True)
+
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """Query and value projections (Hu et al., 2021, section 7.1)."""
-        return ("attention.query", "attention.value")
+        rope = ("attention.query_rope",) if self.has_latent_attention else ()
+        return ("attention.query", *rope, "attention.value")
 
     @property
     def ia3_targets(self) -> tuple[str, ...]:
@@ -231,7 +277,7 @@ class DecoderConfig(DecoderArchitecture):
     @property
     def end_modules(self) -> tuple[str, ...]:
         """Names of the token embedding and of the head, unless they are tied."""
-        return () if self.tied else ("embedding", "head")
+        return () if self.tied or not self.has_equal_blocks else ("embedding", "head")
 
     def with_layers(self, layers: int) -> DecoderConfig:
         """Return the same configuration with another number of layers."""
@@ -242,7 +288,9 @@ class DecoderConfig(DecoderArchitecture):
 
         The number of query heads per key head stays the same if it divides the number of heads.
         """
-        small = replace(self, layers=min(layers, self.layers), weights=None, dropout=0.0)
+        layers = min(layers, self.layers)
+        dense_layers = min(self.dense_layers, max(0, layers - 1))
+        small = replace(self, layers=layers, dense_layers=dense_layers, weights=None, dropout=0.0)
         if width is None or width >= self.width:
             return small
         heads = max(
@@ -256,12 +304,27 @@ class DecoderConfig(DecoderArchitecture):
             multiples = features * width // self.width // FEEDFORWARD_MULTIPLE
             return max(1, multiples) * FEEDFORWARD_MULTIPLE
 
+        head_width = max(2, width // heads // 2 * 2)
+        if self.kv_latent_dim is not None:
+            head_width = max(SMALL_HEAD_WIDTH, head_width)
+            rope = max(2, head_width * self.rotary_size // self.head_size // 2 * 2)
+            small = replace(
+                small,
+                kv_latent_dim=shrink_hidden(self.kv_latent_dim),
+                query_latent_dim=self.query_latent_dim and shrink_hidden(self.query_latent_dim),
+                rope_head_dim=rope,
+                value_head_dim=max(2, head_width * self.value_size // self.head_size // 2 * 2),
+            )
         return replace(
             small,
             width=width,
             heads=heads,
             kv_heads=key_heads if heads % key_heads == 0 else heads,
-            head_width=max(2, width // heads // 2 * 2),
+            head_width=head_width,
             feedforward=shrink_hidden(self.feedforward),
             expert_dim=self.expert_dim and shrink_hidden(self.expert_dim),
         )
+
+
+def _count_elements(linears: Iterable[tuple[str, int, int]]) -> int:
+    return sum(out * into for _, out, into in linears)

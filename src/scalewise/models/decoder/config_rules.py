@@ -38,6 +38,10 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         "attention_softcap",
         "logit_softcap",
         "rotary_fraction",
+        "kv_latent_dim",
+        "query_latent_dim",
+        "rope_head_dim",
+        "value_head_dim",
     ]
     values = {name: getattr(spec, name) for name in positive}
     invalid = [name for name, value in values.items() if value is not None and value <= 0]
@@ -48,6 +52,7 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         yield _issue(spec, name, "must be positive", fix)
     if not invalid:
         yield from _shape_issues(spec)
+        yield from _latent_attention_issues(spec)
         yield from spec.validate_experts()
     if not 0 <= spec.dropout < 1:
         yield _issue(spec, "dropout", "is not in [0, 1)", "set model.dropout=0")
@@ -103,6 +108,9 @@ def _shape_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         fix = f"set model.head_width={spec.head_size + 1}"
         yield _issue(spec, "head_width", reason, fix)
 
+    if spec.experts and spec.dense_layers >= spec.layers:
+        reason = f"leaves no block with experts of model.layers={spec.layers}"
+        yield _issue(spec, "dense_layers", reason, f"set model.dense_layers={spec.layers - 1}")
     for name, value in {"activation": ActivationKind.swiglu, "bias": False}.items():
         if spec.experts is not None and getattr(spec, name) != value:
             reason = "is not supported with model.experts, which are SwiGLU without biases"
@@ -110,5 +118,35 @@ def _shape_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
             yield _issue(spec, name, reason, fix)
 
 
+def _latent_attention_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
+    """Yield issues of the fields of latent attention, whose values are positive."""
+    if not spec.has_latent_attention:
+        for name in ("query_latent_dim", "rope_head_dim", "value_head_dim"):
+            if getattr(spec, name) is not None:
+                reason = "requires model.kv_latent_dim, latent attention"
+                yield _issue(spec, name, reason, _override(name, None))
+        return
+    usual = {"position": "rope", "qk_norm": "none", "bias": False, "qkv_bias": False}
+    for name, value in {**usual, "rotary_fraction": 1.0}.items():
+        if getattr(spec, name) != value:
+            reason = "is not supported with model.kv_latent_dim"
+            yield _issue(spec, name, reason, _override(name, value))
+    if spec.key_heads != spec.heads:
+        reason = "is not supported with model.kv_latent_dim: each query head has a key"
+        yield _issue(spec, "kv_heads", reason, _override("kv_heads", None))
+    rope = spec.rope_head_dim
+    if rope is None or rope % 2 or rope >= spec.head_size:
+        reason = f"has to be even and less than the width of a head, {spec.head_size}"
+        fix = max(2, spec.head_size // 3 // 2 * 2)
+        yield _issue(spec, "rope_head_dim", reason, _override("rope_head_dim", fix))
+    elif spec.value_size > spec.head_size:
+        reason = f"exceeds the width of a head of queries and keys, {spec.head_size}"
+        yield _issue(spec, "value_head_dim", reason, _override("value_head_dim", None))
+
+
 def _issue(spec: DecoderArchitecture, field: str, reason: str, fix: str) -> ConfigIssue:
     return ConfigIssue(f"model.{field}", getattr(spec, field), reason, fix)
+
+
+def _override(field: str, value: object) -> str:
+    return f"set {format_override(f'model.{field}', value)}"

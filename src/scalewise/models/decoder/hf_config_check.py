@@ -10,7 +10,8 @@ from typing import Any
 from scalewise import regular_files
 from scalewise.errors import ConfigIssue, format_value
 from scalewise.models.decoder.hf_config_json import ROPE_PARAMETERS, read_fields, rope_table
-from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE, HFFamily, is_equal
+from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE
+from scalewise.models.decoder.hf_family import HFFamily, is_equal
 from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
 from scalewise.typed_override import format_override
 
@@ -34,6 +35,8 @@ IGNORED_KEYS = frozenset(
         # Initialization and regularization, which the run configures.
         *("initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop"),
         *("router_aux_loss_coef", "output_router_logits"),
+        *("aux_loss_alpha", "seq_aux", "ep_size"),
+        *("scoring_func", "moe_layer_freq"),  # which transformers does not read
         *("embd_pdrop", "attn_pdrop", "classifier_dropout", "summary_type", "summary_use_proj"),
         *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
         *("tie_word_embeddings", "tie_encoder_decoder"),
@@ -130,7 +133,10 @@ def _other_operator_issues(
     if "rotary_fraction" in family.keys:
         del fixed["partial_rotary_factor"]
     config_keys = IGNORED_KEYS.union(family.keys.values(), compared_keys(family))
-    for table, compared in ((config, config_keys), (rope, ROPE_TABLE_KEYS)):
+    rope_keys = ROPE_TABLE_KEYS
+    if family.has_latent_attention:
+        rope_keys |= {"mscale", "mscale_all_dim"}
+    for table, compared in ((config, config_keys), (rope, rope_keys)):
         for key, value in table.items():
             setting = f"{key}={str(value)[:MAX_SHOWN]} in its config.json"
             if value in (None, {}, []):  # not set
@@ -151,6 +157,8 @@ def compared_keys(family: HFFamily) -> tuple[str, ...]:
     if family.has_conv1d:
         return (*family.aliases,)
     keys = (*family.aliases, *ROPE_KEYS, "intermediate_size", "layer_types")
+    if family.has_latent_attention:  # derived from the widths of both parts of a head
+        return (*keys, "head_dim", "qk_head_dim")
     if "use_sliding_window" in family.fixed:
         return (*keys, "sliding_window", "no_rope_layers")
     return (*keys, "_sliding_window_pattern")

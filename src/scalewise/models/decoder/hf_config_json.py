@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 from scalewise.models.decoder.architecture import DecoderArchitecture
-from scalewise.models.decoder.hf_families import HFFamily
+from scalewise.models.decoder.hf_family import HFFamily, score_factor
 from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
 
 REQUIRED = object()
@@ -73,6 +73,9 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
             fields["global_every"] = _interval(is_global, "layer_types")
         if fields["global_every"] == 1 and "rope_local_theta" not in family.keys:
             fields |= {"window": None, "global_every": None}
+    if family.has_latent_attention:
+        head_size = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+        fields |= {"head_width": head_size, "attention_multiplier": 1 / sqrt(head_size)}
     if config.get("no_rope_layers"):
         skips = [not has_rope for has_rope in config["no_rope_layers"]]
         fields["no_rope_every"] = _interval(skips, "no_rope_layers")
@@ -96,7 +99,19 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
         given |= {original: config[original]} if original in config else {}
         for name, (key, default) in ROPE_PARAMETERS[rope_type].items():
             fields[name] = given[key] if default is REQUIRED else given.get(key, default)
+        if family.has_latent_attention and rope_type == "yarn":
+            scales = [_score_scale(rope, key) for key in ("mscale", "mscale_all_dim")]
+            fields["attention_multiplier"] = (scales[1] or 1.0) ** 2 / sqrt(
+                values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+            )
+            if fields["rope_attention_factor"] is None and scales[0] and scales[1]:
+                fields["rope_attention_factor"] = scales[0] / scales[1]
     return {**options, **fields}
+
+
+def _score_scale(rope: Mapping[str, Any], key: str) -> float | None:
+    """Return the factor of DeepSeek's YaRN with a key; None: the file does not have it."""
+    return 0.1 * rope[key] * log(rope["factor"]) + 1 if rope.get(key) else None
 
 
 def write_config(family: HFFamily, spec: DecoderArchitecture) -> dict[str, Any]:
@@ -122,6 +137,8 @@ def write_config(family: HFFamily, spec: DecoderArchitecture) -> dict[str, Any]:
         config |= {
             "layer_types": ["sliding_attention" if it else "full_attention" for it in windows]
         }
+    if family.has_latent_attention:
+        config |= {"qk_nope_head_dim": spec.head_size - spec.rotary_size}
     if "no_rope_every" in family.keys:
         config |= {"no_rope_layers": [int(spec.has_rope(layer)) for layer in range(spec.layers)]}
     if "rotary_emb_base" in family.aliases:
@@ -130,6 +147,8 @@ def write_config(family: HFFamily, spec: DecoderArchitecture) -> dict[str, Any]:
     scaling = {"rope_type": spec.rope_method.value} | {
         key: fields[name] for name, (key, _) in parameters if fields[name] is not None
     }
+    if family.has_latent_attention and (factor := score_factor(spec)):
+        scaling |= {"mscale_all_dim": factor}
     return config | {
         "max_position_embeddings": spec.context,
         "rope_theta": spec.rope_theta,

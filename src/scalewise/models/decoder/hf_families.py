@@ -6,13 +6,12 @@ both directions. They need no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import isclose, sqrt
-
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.decoder.architecture import DecoderArchitecture
+from scalewise.models.decoder.hf_family import HFFamily
 from scalewise.models.decoder.hf_names import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_NAMES,
     EXPERT_KEYS,
     GPT2_ALIASES,
     GPT2_KEYS,
@@ -22,8 +21,6 @@ from scalewise.models.decoder.hf_names import (
     GRANITE_MULTIPLIERS,
     LLAMA_DEFAULTS,
     LLAMA_KEYS,
-    LLAMA_NAMES,
-    LLAMA_OPTIONS,
     MIXTRAL_NAMES,
     NO_BIAS,
     NO_HEAD_WIDTH,
@@ -35,72 +32,6 @@ from scalewise.models.decoder.hf_names import (
     SILU,
     TANH_GELU,
 )
-from scalewise.typed_override import format_override
-
-
-@dataclass(frozen=True)
-class HFFamily:
-    """One ``model_type`` of transformers."""
-
-    model_type: str
-    """Value of ``model_type`` in config.json."""
-    title: str
-    """Prefix of the names of transformers' classes."""
-    options: Mapping[str, object] = field(default_factory=dict)
-    """Values of ``LLAMA_OPTIONS`` that differ from those of Llama."""
-    keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
-    """Keys of config.json by field of the decoder.
-
-    Without a key, ``kv_heads`` is ``heads`` and ``head_width`` is ``width / heads``.
-    """
-    defaults: Mapping[str, object] = field(default_factory=lambda: LLAMA_DEFAULTS)
-    """transformers' values of missing keys."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys (``attribute_map`` of transformers)."""
-    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Values of further keys that the decoder implements; the first one is the default."""
-    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
-    """Names of transformers' modules; those within a block start there, and ``{expert}`` is the
-    index of an expert."""
-    blocks: str = "model.layers"
-    """Name of the list of blocks."""
-    head: str = "lm_head"
-    """Name of the head of a language model in files; in memory it may be ``lm_head``."""
-    interleaves_heads: bool = False
-    """Whether queries, keys and values are one matrix with the rows of each head together."""
-    has_conv1d: bool = False
-    """Whether the weights of linear layers are stored transposed, as GPT-2's ``Conv1D``."""
-
-    @property
-    def is_gemma(self) -> bool:
-        """Whether embeddings are multiplied by the root of the width, and layers alternate."""
-        return self.model_type.startswith("gemma")
-
-    def required_options(self, spec: DecoderArchitecture) -> dict[str, object]:
-        """Return the values of the options, and of head sizes that the family fixes."""
-        implied = {
-            "kv_heads": spec.heads,
-            "head_width": spec.width // spec.heads,
-            "attention_multiplier": 1 / sqrt(spec.head_size),
-        }
-        if self.is_gemma:
-            implied["embedding_multiplier"] = sqrt(spec.width)
-        required = {**LLAMA_OPTIONS, **self.options, **implied}
-        if spec.classes:  # a new head
-            required["head_bias"] = False
-        return {name: value for name, value in required.items() if name not in self.keys}
-
-    def issues(self, spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
-        """Yield the options of a decoder that the family does not have."""
-        actual = spec.resolved_fields
-        reason = f"is not supported by Hugging Face's {self.title} (model.position={spec.position})"
-        for name, value in self.required_options(spec).items():
-            if not is_equal(actual[name], value):
-                fix = f"set {format_override(f'model.{name}', value)}"
-                yield ConfigIssue(f"model.{name}", actual[name], reason, fix)
-        if "experts" in self.keys and not spec.experts:
-            yield ConfigIssue("model.experts", spec.experts, reason, "set model.experts=8")
-
 
 LLAMA = HFFamily(
     "llama",
@@ -187,6 +118,38 @@ FAMILIES = (
             "mlp_only_layers": ([],),
         },
         QWEN_MOE_NAMES,
+    ),
+    HFFamily(
+        "deepseek_v2",
+        "DeepseekV2",
+        {"norm_topk": False},
+        DEEPSEEK_KEYS,
+        {
+            "vocab_size": 102400,
+            "num_hidden_layers": 32,
+            "intermediate_size": 11008,
+            "rms_norm_eps": 1e-6,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+        },
+        {"num_experts": "n_routed_experts"},
+        {
+            "hidden_act": SILU,
+            **NO_BIAS,
+            "topk_method": ("greedy",),
+            "norm_topk_prob": (False,),
+            **dict.fromkeys(("n_group", "topk_group"), (None, 1)),
+        },
+        DEEPSEEK_NAMES,
+        interleaves_heads=True,
     ),
     HFFamily(
         "olmo2",
@@ -377,10 +340,3 @@ def find_family(spec: DecoderArchitecture) -> HFFamily:
             closest = issues
     assert closest
     raise ConfigError(closest)
-
-
-def is_equal(actual: object, expected: object) -> bool:
-    """Whether two values of an option are equal, apart from the rounding of a float."""
-    if isinstance(actual, float) and isinstance(expected, float):
-        return isclose(actual, expected, rel_tol=1e-12)
-    return actual == expected

@@ -18,6 +18,12 @@ LLAMA_OPTIONS: dict[str, object] = {
     "residual": "sequential",
     "head_bias": False,
     "rotary_fraction": 1.0,
+    "kv_latent_dim": None,
+    "query_latent_dim": None,
+    "rope_head_dim": None,
+    "value_head_dim": None,
+    "dense_layers": 0,
+    "routed_scaling": 1.0,
     "window": None,
     "global_every": None,
     "rope_local_theta": None,
@@ -43,6 +49,21 @@ EXPERT_KEYS = {
     **{name: key for name, key in LLAMA_KEYS.items() if name != "feedforward"},
     "experts_per_token": "num_experts_per_tok",
 }
+DEEPSEEK_KEYS = {
+    **LLAMA_KEYS,
+    "head_width": "qk_nope_head_dim",
+    "kv_latent_dim": "kv_lora_rank",
+    "query_latent_dim": "q_lora_rank",
+    "rope_head_dim": "qk_rope_head_dim",
+    "value_head_dim": "v_head_dim",
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "routed_scaling": "routed_scaling_factor",
+}
+"""Keys of DeepSeek; ``qk_nope_head_dim`` is ``head_width`` without ``rope_head_dim``."""
 NO_HEAD_WIDTH = {name: key for name, key in LLAMA_KEYS.items() if name != "head_width"}
 GPT2_KEYS = {
     "vocabulary": "vocab_size",
@@ -102,6 +123,19 @@ QWEN_MOE_NAMES = {
     "feedforward.router": "mlp.gate",
     **{
         f"feedforward.experts.{name}": f"mlp.experts.{{expert}}.{name}_proj"
+        for name in ("gate", "up", "down")
+    },
+}
+DEEPSEEK_NAMES = {
+    **QWEN_MOE_NAMES,
+    "attention.query_latent": "self_attn.q_a_proj",
+    "attention.query_latent_norm": "self_attn.q_a_layernorm",
+    **dict.fromkeys(("attention.query", "attention.query_rope"), "self_attn.q_b_proj"),
+    **dict.fromkeys(("attention.kv_latent", "attention.key_rope"), "self_attn.kv_a_proj_with_mqa"),
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    **dict.fromkeys(("attention.key", "attention.value"), "self_attn.kv_b_proj"),
+    **{
+        f"feedforward.shared.{name}": f"mlp.shared_experts.{name}_proj"
         for name in ("gate", "up", "down")
     },
 }

@@ -26,6 +26,7 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.attention import PrefixAttention, SelfAttention, build_rope_table
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, Residual
+from scalewise.models.decoder.latent_attention import LatentAttention
 from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
 from scalewise.models.decoder.norms import build_norm
 
@@ -59,7 +60,7 @@ class DecoderModule(ModelModule):
             )
             self.norm = build_norm(spec) if stage.is_last else None
             self.head = build_head(spec) if stage.is_last else None
-            shape = (2, spec.context, spec.head_size)
+            shape = (2, spec.context, spec.rope_table_size)
             for index, name in enumerate(("rope", "local_rope")):
                 is_used = index < spec.rope_tables
                 table = torch.empty(shape, dtype=torch.float32) if is_used else None
@@ -235,11 +236,12 @@ class TransformerBlock(nn.Module):
         has_norm = {side: side in spec.norm_placement.sides for side in ("before", "after")}
         self.residual = spec.residual
         self.attention_norm = build_norm(spec) if has_norm["before"] else nn.Identity()
-        self.attention = SelfAttention(spec, layer)
+        attention = LatentAttention if spec.has_latent_attention else SelfAttention
+        self.attention = attention(spec, layer)
         self.attention_post_norm = build_norm(spec) if has_norm["after"] else nn.Identity()
         has_feedforward_norm = "feedforward_norm" in spec.block_norms
         self.feedforward_norm = build_norm(spec) if has_feedforward_norm else nn.Identity()
-        self.feedforward = build_feedforward(spec)
+        self.feedforward = build_feedforward(spec, layer)
         self.feedforward_post_norm = build_norm(spec) if has_norm["after"] else nn.Identity()
 
     def forward(
@@ -273,9 +275,9 @@ class TransformerBlock(nn.Module):
         return branch_BTW if self.multiplier == 1.0 else branch_BTW * self.multiplier
 
 
-def build_feedforward(spec: DecoderConfig) -> nn.Module:
+def build_feedforward(spec: DecoderConfig, layer: int) -> nn.Module:
     """Return the feedforward of a block, dense or of experts."""
-    if spec.experts:
+    if spec.has_experts(layer):
         hidden = spec.shared_experts * spec.hidden_dim
         return MixtureOfExperts(spec, GatedFeedForward(spec, hidden) if hidden else None)
     if spec.has_gate:

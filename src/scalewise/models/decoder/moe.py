@@ -85,6 +85,8 @@ class MixtureOfExperts(nn.Module):
             weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if spec.norm_topk:
             weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+        if spec.routed_scaling != 1.0:
+            weights_BTK = weights_BTK * spec.routed_scaling
         is_training = self.training and torch.is_grad_enabled()
         if is_training and (spec.aux_loss or spec.router_z_loss):
             loss = self._router_loss(logits_BTE, scores_BTE, experts_BTK)

@@ -46,6 +46,11 @@ class ExpertsConfig:
     """Scores of experts: ``softmax`` (Mixtral, Qwen3-MoE) or ``sigmoid`` (DeepSeek-V3)."""
     norm_topk: bool = True
     """Whether the scores of the chosen experts are divided by their sum."""
+    routed_scaling: float = 1.0
+    """Factor of the output of the routed experts (DeepSeek-V2: 16)."""
+    dense_layers: int = 0
+    """Number of first blocks with a dense feedforward of width ``feedforward`` instead of
+    experts."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss ``E sum_e f_e P_e`` of each sequence, f: share of its
     tokens routed to an expert, P: mean score (Fedus et al., 2021; DeepSeek-V3, section 2.1.2)."""
@@ -71,6 +76,10 @@ class ExpertsConfig:
         """Number of routed experts; 0 if the feedforward is dense."""
         return self.experts or 0
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feedforward of a layer is a mixture of experts."""
+        return bool(self.experts) and layer >= self.dense_layers
+
     def validate_experts(self) -> Iterator[ConfigIssue]:
         """Yield issues of the fields of a mixture of experts."""
         for name in ("experts", "experts_per_token", "expert_dim"):
@@ -82,10 +91,18 @@ class ExpertsConfig:
             fix = "set model.capacity_factor=1.25, or model.capacity_factor=null"
             key = "model.capacity_factor"
             yield ConfigIssue(key, self.capacity_factor, "must be positive", fix)
-        for name in ("shared_experts", "aux_loss", "router_z_loss", "balance_rate"):
+        for name in ("shared_experts", "dense_layers", "aux_loss", "router_z_loss", "balance_rate"):
             if getattr(self, name) < 0:
                 value, fix = getattr(self, name), f"set model.{name}=0"
                 yield ConfigIssue(f"model.{name}", value, "must be 0 or more", fix)
+        if self.routed_scaling <= 0:
+            fix = "set model.routed_scaling=1.0"
+            yield ConfigIssue("model.routed_scaling", self.routed_scaling, "must be positive", fix)
+        if self.dense_layers > 0 and not self.experts:
+            reason = "requires model.experts, which the other blocks have"
+            yield ConfigIssue(
+                "model.dense_layers", self.dense_layers, reason, "set model.dense_layers=0"
+            )
         if self.experts is not None and 0 < self.experts < self.experts_per_token:
             reason = f"exceeds model.experts={self.experts}"
             fix = f"set model.experts_per_token={self.experts}"

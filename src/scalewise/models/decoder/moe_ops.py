@@ -155,6 +155,8 @@ class ExpertOps(AdapterOps):
             weights = graph.add_op(
                 OpWork.pointwise, (weights, total), weight_bytes, saved=(weights, total)
             )
+        if spec.routed_scaling != 1.0:
+            weights = graph.add_op(OpWork.pointwise, (weights,), weight_bytes)
         if spec.aux_loss:
             is_sigmoid = spec.router_score is RouterScore.sigmoid
             weights = graph.add_op(

@@ -16,8 +16,8 @@ class RMSNorm(nn.RMSNorm):
     Autocast would return fp32 on CUDA, and save an fp32 copy of the input for the backward pass.
     """
 
-    def __init__(self, size: int, spec: DecoderConfig) -> None:
-        super().__init__(size, eps=spec.norm_epsilon)
+    def __init__(self, size: int, spec: DecoderConfig, epsilon: float | None = None) -> None:
+        super().__init__(size, eps=spec.norm_epsilon if epsilon is None else epsilon)
         self.is_zero_centered = spec.norm is NormKind.zero_centered_rmsnorm
 
     def forward(self, x_BTW: Tensor) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from scalewise.models.decoder.attention_ops import AttentionOps
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import PositionKind, QKNorm, Residual
+from scalewise.models.decoder.latent_attention_ops import LatentAttentionOps
 from scalewise.models.decoder.moe_ops import ExpertOps
-from scalewise.models.decoder.norm_ops import NormOps
 from scalewise.models.linear_ops import FP32
 from scalewise.models.loss_ops import cross_entropy_ops
 from scalewise.models.op_graph import (
     ForwardSpec,
     ModelOpGraphs,
+    OpGraph,
     OpWork,
     build_op_graphs,
 )
@@ -27,19 +28,25 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
         tokens_per_sequence=forward_spec.tokens_per_sequence + forward_spec.prompt_tokens,
     )
     embedding = OpGraphWriter(spec, forward_spec)
-    block, head = (OpGraphWriter(spec, prompted) for _ in range(2))
+    head = OpGraphWriter(spec, prompted)
     embedding.add_embedding()
-    block.add_block()
-    first_block = block
-    is_trained = first_block.is_trained("embedding") or first_block.is_trained("position")
-    if not is_trained and forward_spec.prompt_tokens == 0:
-        first_block = OpGraphWriter(spec, prompted)
-        first_block.add_block(input_requires_grad=False)
+    block = _block_graph(spec, prompted)
+    is_trained = head.is_trained("embedding") or head.is_trained("position")
+    is_first_frozen = not is_trained and forward_spec.prompt_tokens == 0
+    first_block, blocks = block, tuple[OpGraph, ...]()
+    if not spec.has_equal_blocks:
+        first_block = _block_graph(spec, prompted, experts=spec.has_experts(0))
+        dense = (first_block,) * min(spec.dense_layers, spec.layers)
+        blocks = (*dense, *(block,) * (spec.layers - len(dense)))
+    if is_first_frozen:
+        has_experts = spec.has_experts(0)
+        graph = _block_graph(spec, prompted, experts=has_experts, input_requires_grad=False)
+        first_block, blocks = graph, (graph, *blocks[1:]) if blocks else ()
     head.add_head()
     shared_bytes = (
         2
         * prompted.tokens_per_sequence
-        * spec.head_size
+        * spec.rope_table_size
         * forward_spec.rope_element_bytes
         * spec.rope_tables
     )
@@ -48,11 +55,25 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
     is_chunked = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
     loss = None if is_chunked else cross_entropy_ops(forward_spec, spec.output_size)
     return ModelOpGraphs(
-        embedding.graph, first_block.graph, block.graph, head.graph, loss, shared_bytes
+        embedding.graph, first_block, block, head.graph, loss, shared_bytes, blocks
     )
 
 
-class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
+def _block_graph(
+    spec: DecoderConfig,
+    forward_spec: ForwardSpec,
+    *,
+    experts: bool | None = None,
+    input_requires_grad: bool = True,
+) -> OpGraph:
+    """Return the graph of a block; ``experts``: whether it has experts, None: the last block."""
+    writer = OpGraphWriter(spec, forward_spec)
+    experts = bool(spec.experts) if experts is None else experts
+    writer.add_block(experts=experts, input_requires_grad=input_requires_grad)
+    return writer.graph
+
+
+class OpGraphWriter(LatentAttentionOps, ExpertOps):
     """Adds the operators of one part of a decoder to its operator graph."""
 
     def add_embedding(self) -> None:
@@ -91,19 +112,23 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
             x = graph.add_op(OpWork.pointwise, (x, positions), graph.sizes[x], shares_gradient=True)
         self.add_dropout(x, spec.dropout)
 
-    def add_block(self, *, input_requires_grad: bool = True) -> None:
-        """Add one block; ``input_requires_grad``: whether anything before it is trained."""
+    def add_block(self, *, experts: bool, input_requires_grad: bool) -> None:
+        """Add one block, dense or with experts.
+
+        ``input_requires_grad``: whether anything before it is trained.
+        """
         x = self.graph.add_tensor(self._residual_bytes, requires_grad=input_requires_grad)
         if self.spec.residual is not Residual.sequential:
             normed = self.add_norm("attention_norm", x)
             attended = self._add_residual(x, self._add_attention_sublayer(normed))
             if self.spec.residual is Residual.parallel:
                 normed = self.add_norm("feedforward_norm", x)
-            self._add_residual(attended, self._add_feedforward_sublayer(normed))
+            self._add_residual(attended, self._add_feedforward_sublayer(normed, experts=experts))
             return
+        add_feedforward = partial(self._add_feedforward_sublayer, experts=experts)
         for name, add_sublayer in (
             ("attention", self._add_attention_sublayer),
-            ("feedforward", self._add_feedforward_sublayer),
+            ("feedforward", add_feedforward),
         ):
             norm, post_norm = f"{name}_norm", f"{name}_post_norm"
             normed = self.add_norm(norm, x) if norm in self.spec.block_norms else x
@@ -277,9 +302,26 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
     def _add_attention_sublayer(self, normed: int) -> int:
         spec, forward_spec = self.spec, self.forward_spec
         features, ranks = self.add_all_gather(normed), forward_spec.tensor_ranks
+        if spec.has_latent_attention:
+            mixed = self.add_latent_attention(features)
+        else:
+            mixed = self.add_attention(*self._add_projections(features))
+        return self.add_adapted_linear(
+            "attention.output",
+            mixed,
+            spec.value_width // ranks,
+            spec.width,
+            bias=spec.bias,
+            row_parallel=True,
+            live_tensors=(features, normed),
+        )
+
+    def _add_projections(self, features: int) -> tuple[int, int, int]:
+        """Add queries, keys and values with their norms and rotary positions."""
+        spec, ranks = self.spec, self.forward_spec.tensor_ranks
         heads = []
-        for (name, out_features, _, _), width in zip(
-            spec.linear_layers[:3], (*spec.qk_norm_sizes, None), strict=True
+        for (name, out_features, _), width in zip(
+            spec.attention_linears[:3], (*spec.qk_norm_sizes, None), strict=True
         ):
             x = self.add_adapted_linear(
                 name, features, spec.width, out_features // ranks, bias=spec.has_bias(name)
@@ -292,20 +334,11 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
             query = self.graph.add_op(OpWork.pointwise, (query,), self.graph.sizes[query])
         if spec.position is PositionKind.rope:
             query, key = self.add_rope(query), self.add_rope(key)
-        mixed = self.add_attention(query, key, value)
-        return self.add_adapted_linear(
-            "attention.output",
-            mixed,
-            spec.query_width // ranks,
-            spec.width,
-            bias=spec.bias,
-            row_parallel=True,
-            live_tensors=(features, normed),
-        )
+        return query, key, value
 
-    def _add_feedforward_sublayer(self, normed: int) -> int:
+    def _add_feedforward_sublayer(self, normed: int, *, experts: bool) -> int:
         spec, graph = self.spec, self.graph
-        if not spec.experts:
+        if not experts:
             return self._add_dense_feedforward(normed, "feedforward", spec.feedforward)
         output = self.add_experts(normed)
         if not spec.shared_experts:

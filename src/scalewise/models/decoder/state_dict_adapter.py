@@ -48,9 +48,8 @@ class TensorMapping:
     """Whether the tensor is stored as (features in, features out), as in GPT-2's ``Conv1D``."""
     expert: int | None = None
     """Index of the expert whose rows of the parameter it has; None: all rows."""
-    heads: int | None = None
-    """Number of heads whose rows of all parameters are next to each other, as in GPT-NeoX; None:
-    the rows of each parameter are."""
+    row_order: tuple[int, ...] | None = None
+    """For each row of the tensor, that of the concatenated parameters; None: the same one."""
 
     @property
     def memory_name(self) -> str:
@@ -59,22 +58,42 @@ class TensorMapping:
 
     def interleave_rows(self, tensor: Tensor) -> Tensor:
         """Return concatenated parameters in the order of the rows of the Hugging Face tensor."""
-        if self.heads is None:
-            return tensor
-        rows: Tensor = tensor.unflatten(0, (len(self.names), self.heads, -1))
-        return rows.transpose(0, 1).flatten(0, 2)
+        return tensor if self.row_order is None else tensor[list(self.row_order)]
 
     def group_rows(self, tensor: Tensor) -> Tensor:
         """Return a Hugging Face tensor with the rows of each parameter next to each other."""
-        if self.heads is None:
+        if self.row_order is None:
             return tensor
-        rows: Tensor = tensor.unflatten(0, (self.heads, len(self.names), -1))
-        return rows.transpose(0, 1).flatten(0, 2)
+        return tensor[torch.tensor(self.row_order, device="cpu").argsort()]
+
+
+def _row_order(spec: DecoderConfig, names: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the row order of joined projections whose rows are next to each other by head.
+
+    DeepSeek rotates adjacent features, and the decoder those half of the features apart.
+    """
+    modules = [name.rsplit(".", 1)[0].split(".", 2)[-1] for name in names]
+    if len(names) == 1:
+        return None
+    rows = {name: out for name, out, _ in spec.attention_linears}
+    heads = 1 if "attention.key_rope" in modules else spec.heads
+    order: list[list[int]] = [[] for _ in range(heads)]
+    start = 0
+    for module in modules:
+        size = rows[module] // heads
+        features = [*range(size)]
+        if module.endswith("_rope"):
+            features = [it for pair in range(size // 2) for it in (pair, pair + size // 2)]
+        for head in range(heads):
+            order[head] += [start + head * size + feature for feature in features]
+        start += rows[module]
+    return tuple(row for head_rows in order for row in head_rows)
 
 
 def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
     """Yield the tensors of the Hugging Face model; raises ``ConfigError`` as ``find_family``."""
     family = find_family(spec)
+    hf_modules = family.module_names(spec)
     names: dict[str, list[str]] = {}
     experts: list[TensorMapping] = []
     for weight in spec.weight_census():
@@ -82,9 +101,9 @@ def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
         if module == "head":
             hf_module = "score" if spec.classes else family.head
         elif weight.layer is None:
-            hf_module = family.names[module]
+            hf_module = hf_modules[module]
         else:
-            hf_module = f"{family.blocks}.{weight.layer}.{family.names[module.split('.', 2)[2]]}"
+            hf_module = f"{family.blocks}.{weight.layer}.{hf_modules[module.split('.', 2)[2]]}"
         if weight.role == "experts":
             hf_name = f"{hf_module}.{kind}"
             experts += [
@@ -95,9 +114,9 @@ def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
         names.setdefault(f"{hf_module}.{kind}", []).append(weight.name)
     for hf_name, concatenated in names.items():
         is_linear = hf_name.endswith(".weight") and (".attn." in hf_name or ".mlp." in hf_name)
-        heads = spec.heads if family.interleaves_heads and len(concatenated) > 1 else None
+        order = _row_order(spec, concatenated) if family.interleaves_heads else None
         transposed = family.has_conv1d and is_linear
-        yield TensorMapping(hf_name, tuple(concatenated), transposed, heads=heads)
+        yield TensorMapping(hf_name, tuple(concatenated), transposed, row_order=order)
     yield from experts
 
 
