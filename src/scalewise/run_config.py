@@ -172,8 +172,10 @@ class RunConfig:
         if self.compile.scope is not CompileScope.auto:
             return self.compile
         parts = (self.objective, self.quantization, self.memory, self.parallelism)
-        compiles = self.hardware.device is DeviceKind.cuda and all(
-            part.supports_compile for part in parts
+        compiles = (
+            self.hardware.device is DeviceKind.cuda
+            and all(part.supports_compile for part in parts)
+            and self.model.has_equal_blocks
         )
         return replace(self.compile, scope=CompileScope.block if compiles else CompileScope.none)
 

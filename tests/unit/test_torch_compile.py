@@ -20,6 +20,7 @@ REJECTED = {
     "ZeRO-3": ("parallelism=deepspeed_zero3",),
     "zero-bubble": ("parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble"),
     "encoder-decoder": (*RANDOM_T5, "data=synthetic", "objective=seq2seq", "data.target_length=8"),
+    "dense blocks before experts": ("model=deepseek_v2_lite",),
     "user module": (
         *("objective=module", "objective.target=fixtures.user_module.MyModule"),
         *("data.target=fixtures.user_module.MyData", "trusted_packages=[fixtures]"),

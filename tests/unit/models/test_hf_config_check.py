@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.decoder_configs import ENUMS
+from fixtures.deepseek_configs import DEEPSEEK_SIZES, DEEPSEEK_YARN
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -249,21 +250,6 @@ def test_accepted_activations_equal_the_decoder() -> None:
         torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
 
 
-DEEPSEEK_SIZES = {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-}
-DEEPSEEK_YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707}
-DEEPSEEK_YARN |= {"original_max_position_embeddings": 8}
 EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"hidden_act": "swish"}),
