@@ -164,6 +164,16 @@ def test_lab_is_recorded_in_a_checkout_only(run_cli: CliRunner) -> None:
     assert "**Measured:** not yet; planned for H100" in text
 
 
+def test_plan_of_a_lab_replaces_no_measured_record(run_cli: CliRunner) -> None:
+    folder = run_cli.cwd / "experiments" / "records" / "h100"
+    folder.mkdir(parents=True)
+    content = json.dumps({"lab_slow_link": {"measured": "A step takes 1 s."}})
+    (folder / "labs.json").write_text(content)
+    result = run_cli("record", "lab_slow_link", command="lab")
+    result.assert_rejected("has a measured result", "run it first: scalewise train sweep=")
+    assert (folder / "labs.json").read_text() == content
+
+
 def test_litgpt_lab_is_planned_as_expected(run_cli: CliRunner) -> None:
     result = run_cli("sweep=lab_litgpt", command="plan").assert_ok()
     assert "19 of 19 cases as expected" in result.out

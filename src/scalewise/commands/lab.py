@@ -21,6 +21,7 @@ from scalewise.planner.plan import build_plan
 from scalewise.reports import grading, records
 from scalewise.reports.grading import GradedCase
 from scalewise.reports.records import RunRecord, SweepRecord
+from scalewise.run_files import read_json
 from scalewise.sweep_question import SweepQuestion
 from scalewise.tracking.sweep_record import sweep_start
 from scalewise.typed_override import command_line
@@ -132,6 +133,10 @@ def _record_lab(lab: Lab, overrides: Sequence[str]) -> int:
     base = compose([f"sweep={lab.name}", *overrides], check_machine=False)
     path = record.record_path(lab_record.NAME, base.hardware)
     folders = _sweep_folders(lab.name)
+    if not folders and read_json(path).get(lab.name, {}).get("measured"):
+        reason = f"has a measured result in {path}, and no run in this folder that could replace it"
+        fix = f"run it first: scalewise train sweep={lab.name}"
+        raise ConfigError.for_key("sweep", lab.name, reason, fix)
     cases = _grade(lab.expectations, folders) if folders else _plan_cases(lab, overrides)
     question = SweepQuestion(lab.question, lab.hypothesis, lab.answer)
     entry = lab_record.lab_entry(question, cases, planned=not folders)
