@@ -41,9 +41,9 @@ class ExpertLoRA(nn.Module):
 
 
 def adapt_experts(module: ModelModule, names: Sequence[str], rank: int, scale: float) -> None:
-    """Replace matrices of experts, by name within a block, in all blocks, in place."""
+    """Replace matrices of experts, by name within a block, in blocks with experts, in place."""
     for block in module.layers():
-        for name in names:
-            matrices = block.get_submodule(name)
-            assert isinstance(matrices, ExpertMatrices)
-            block.set_submodule(name, ExpertLoRA(matrices, rank, scale))
+        for name, matrices in [*block.named_modules()]:
+            if name in names:
+                assert isinstance(matrices, ExpertMatrices)
+                block.set_submodule(name, ExpertLoRA(matrices, rank, scale))

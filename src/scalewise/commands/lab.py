@@ -45,11 +45,12 @@ def main(arguments: Sequence[str]) -> int:
             return _grade_folders([Path(folder).expanduser() for folder in folders])
         case ["record", name, *overrides]:
             return _record_lab(labs.find_lab(name), overrides)
-        case [name]:
+        case [name] if name != "record":
             _print_lab(labs.find_lab(name))
             return 0
-    fix = "scalewise lab, scalewise lab NAME, or scalewise lab grade FOLDER"
-    raise ConfigError.for_key("", "", "too many arguments", fix)
+    forms = ("scalewise lab", "lab NAME", "lab grade FOLDER", "lab record NAME")
+    reason = "no lab given" if list(arguments) == ["record"] else "too many arguments"
+    raise ConfigError.for_key("", "", reason, ", or scalewise ".join(forms))
 
 
 def _print_labs() -> None:

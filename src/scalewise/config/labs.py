@@ -45,7 +45,7 @@ def find_lab(name: str) -> Lab:
     """Lab of a name; raises ``ConfigError`` if there is none."""
     labs = find_labs()
     if name not in labs:
-        raise ConfigError.for_key("", name, "is not a lab", did_you_mean(name, labs))
+        raise ConfigError.for_key("lab", name, "is not a lab", did_you_mean(name, labs))
     return labs[name]
 
 

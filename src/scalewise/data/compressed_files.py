@@ -44,7 +44,8 @@ def open_content(path: Path) -> Iterator[io.BufferedReader]:
             yield file
         return
     if name == "zip":
-        unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
+        name = path.stem if path.suffix.lower() in COMPRESSED_SUFFIXES else path.name
+        unpacked = path.with_name(f"{Path(name).stem}-unpacked{Path(name).suffix}")
         command = f"unzip -p {shell_word(str(path))} > {shell_word(str(unpacked))}"
         raise DataError.for_key("data.paths", path, "is zip data", f"unpack it: {command}")
     try:

@@ -127,8 +127,11 @@ def path_issues(
         if not files:
             reason, suggestion = _missing_reason(Path(pattern).expanduser(), suffixes, example)
             yield ConfigIssue(key, pattern, reason, f"set {_paths_override(key, suggestion)}")
-        for suffix in sorted({file_suffix(file) for file in files} - suffixes):
+        unknown = {_full_suffix(file) for file in files if file_suffix(file) not in suffixes}
+        for suffix in sorted(unknown):
             allowed = " ".join(sorted(suffixes))
+            if suffix.endswith((*COMPRESSED_SUFFIXES,)) and suffixes & COMPRESSIBLE_SUFFIXES:
+                allowed = f"{' '.join(sorted(suffixes & COMPRESSIBLE_SUFFIXES))} before it"
             description = f"unknown suffix {suffix!r}" if suffix else "a file name without a suffix"
             yield ConfigIssue(key, pattern, description, f"use one of {allowed}")
 
@@ -145,6 +148,12 @@ def _missing_reason(path: Path, suffixes: frozenset[str], example: str) -> tuple
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, which does not exist", example
     return ("is not a regular file" if path.exists() else "no such file"), example
+
+
+def _full_suffix(path: Path) -> str:
+    """Return the suffix of a file name in lower case, with that before a compressed one."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + suffix if suffix in COMPRESSED_SUFFIXES else suffix
 
 
 def _name_ending(path: Path) -> str:

@@ -124,3 +124,11 @@ def skip_documents(documents: Iterable[str | Document], count: int) -> Iterator[
 def is_started(folder: Path) -> bool:
     """Whether an interrupted process has left files in a folder that can be continued."""
     return (folder / PROGRESS_FILE).is_file()
+
+
+def saved_tokens(folder: Path) -> int:
+    """Return the number of tokens that an interrupted process has left in a folder."""
+    if not is_started(folder):
+        return 0
+    progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+    return sum(progress["tokens"].values())

@@ -120,12 +120,14 @@ class RankPartition(RankStages):
         return block, groups.all
 
     def weights_by_block(self) -> tuple[tuple[Weight, ...], ...]:
-        """Return the weights of each block of a model with unequal blocks; empty for other models.
+        """Return the weights of each block of this rank; empty for models with equal blocks.
 
-        These models support neither tensor nor expert parallelism.
+        Models with unequal blocks support neither tensor nor expert parallelism.
         """
         run = self.run
-        return weights_by_block(run.quantization, run.adapter, run.model)
+        blocks = weights_by_block(run.quantization, run.adapter, run.model)
+        layers = (layer for stage in self.stages for layer in stage.layers)
+        return tuple(blocks[layer] for layer in layers) if blocks else ()
 
     def fsdp_groups(self) -> FSDPGroups:
         """Return the weights outside of blocks by FSDP group, after tensor parallelism."""

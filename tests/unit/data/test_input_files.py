@@ -108,7 +108,7 @@ def test_suffixes_are_case_insensitive(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("x.bin.gz", "unknown suffix '.gz'"),
+        ("x.bin.gz", "unknown suffix '.bin.gz'"),
         ("x.log", "unknown suffix '.log'"),
         ("noext", "a file name without a suffix"),
         ("dangling.txt", "is a link to missing.txt, which does not exist"),

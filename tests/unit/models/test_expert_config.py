@@ -9,6 +9,7 @@ import pytest
 from scalewise.models.base import AttentionFlops
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import ActivationKind
+from scalewise.models.decoder.moe_config import EXPERT_OPTIONS
 
 DENSE = DecoderConfig(vocabulary=96, context=64, width=32, layers=3, heads=4, feedforward=48)
 EXPERTS = replace(DENSE, experts=8, experts_per_token=2, expert_dim=16, shared_experts=1)
@@ -68,3 +69,10 @@ def test_capacity_is_a_factor_of_the_mean_load(
 def test_invalid_experts_are_rejected(values: dict[str, object], key: str, fix: str) -> None:
     issues = list(replace(EXPERTS, **values).validate())  # type: ignore[arg-type]  # by name
     assert [(issue.key, issue.fix) for issue in issues] == [(key, fix)]
+
+
+@pytest.mark.parametrize("name", EXPERT_OPTIONS)
+def test_options_of_experts_require_experts(name: str) -> None:
+    spec = replace(DENSE, **dict.fromkeys([name], 1.5))  # type: ignore[arg-type]  # by name
+    keys = [issue.key for issue in spec.validate()]
+    assert keys == [f"model.{name}"]

@@ -26,6 +26,18 @@ EXPERTS_MODULE = "feedforward.experts"
 """Name, within a block, of the module of routed experts."""
 
 
+EXPERT_OPTIONS = (
+    "shared_experts",
+    "dense_layers",
+    "capacity_factor",
+    "routed_scaling",
+    "aux_loss",
+    "router_z_loss",
+    "balance_rate",
+)
+"""Options that have no effect without ``experts``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Mixture of experts: a router chooses experts for each token (Shazeer et al., 2017).
@@ -98,11 +110,11 @@ class ExpertsConfig:
         if self.routed_scaling <= 0:
             fix = "set model.routed_scaling=1.0"
             yield ConfigIssue("model.routed_scaling", self.routed_scaling, "must be positive", fix)
-        if self.dense_layers > 0 and not self.experts:
-            reason = "requires model.experts, which the other blocks have"
-            yield ConfigIssue(
-                "model.dense_layers", self.dense_layers, reason, "set model.dense_layers=0"
-            )
+        for name in EXPERT_OPTIONS if self.experts is None else ():
+            value, default = getattr(self, name), getattr(ExpertsConfig, name)
+            if value != default:
+                fix = f"set {format_override(f'model.{name}', default)}"
+                yield ConfigIssue(f"model.{name}", value, "requires model.experts", fix)
         if self.experts is not None and 0 < self.experts < self.experts_per_token:
             reason = f"exceeds model.experts={self.experts}"
             fix = f"set model.experts_per_token={self.experts}"
