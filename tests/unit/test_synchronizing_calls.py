@@ -30,6 +30,7 @@ CREATING_FUNCTIONS = {"tensor", "as_tensor"}
 ALLOWED = {
     "models/attention_segments.py from_lengths": "lengths of a packed batch, which are on the host",
     "models/attention_segments.py text_lengths": "positions of a packed batch, on the host",
+    "models/decoder/state_dict_adapter.py group_rows": "import of weights, on the host",
     "models/grouped_mm.py _grouped_mm": "the CPU; on CUDA, dtypes without a grouped kernel",
     "models/grouped_mm.py _grouped_weight_gradient": "as its forward",
     "models/varlen_cpu.py _tiles": "runs on the CPU",
