@@ -36,8 +36,7 @@ class TokenFiles:
     ) -> None:
         self._folder, self._dtype, self._splits = folder, dtype, splits
         self._documents, self.tokens = dict.fromkeys(splits, 0), dict.fromkeys(splits, 0)
-        if is_started(folder):
-            progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+        if (progress := _read_progress(folder)) is not None:
             self._documents, self.tokens = progress["documents"], progress["tokens"]
         self._save()
 
@@ -121,14 +120,19 @@ def skip_documents(documents: Iterable[str | Document], count: int) -> Iterator[
     return iterator
 
 
-def is_started(folder: Path) -> bool:
-    """Whether an interrupted process has left files in a folder that can be continued."""
-    return (folder / PROGRESS_FILE).is_file()
+def saved_tokens(folder: Path) -> int | None:
+    """Return the number of tokens that an interrupted process has left in a folder.
+
+    None if it has left nothing that can be continued.
+    """
+    progress = _read_progress(folder)
+    return None if progress is None else sum(progress["tokens"].values())
 
 
-def saved_tokens(folder: Path) -> int:
-    """Return the number of tokens that an interrupted process has left in a folder."""
-    if not is_started(folder):
-        return 0
-    progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    return sum(progress["tokens"].values())
+def _read_progress(folder: Path) -> dict[str, dict[str, int]] | None:
+    """Return the documents and tokens of each split that are written; None if none was begun."""
+    path = folder / PROGRESS_FILE
+    if not path.is_file():
+        return None
+    progress: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
+    return progress

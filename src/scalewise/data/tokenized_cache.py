@@ -23,7 +23,7 @@ from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.record_files import RECORD_SUFFIXES, iter_documents
 from scalewise.data.text import TextData
 from scalewise.data.text_files import Document, text_chunks
-from scalewise.data.token_files import TokenFiles, is_started, saved_tokens
+from scalewise.data.token_files import TokenFiles, saved_tokens
 from scalewise.data.tokenizer import Documents, TokenizerSource, vocabulary_size
 from scalewise.errors import ConfigError, DataError
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
@@ -129,7 +129,7 @@ def _write_tokenized(source: TokenizeSource, folder: Path) -> None:
     note = f" continuing after {format_count(earlier_tokens)} tokens" if earlier_tokens else ""
     progress = ProgressLine(f"preparing {source.name} ...{note}")
     tokenizer_source, tokenizer_path = source.tokenizer_source, folder / "tokenizer.json"
-    if is_started(folder):
+    if earlier_tokens is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
     else:
         tokenizer = tokenizer_source.load() or train_tokenizer(

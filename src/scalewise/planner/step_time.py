@@ -36,7 +36,7 @@ from scalewise.units import GIGA, MICRO
 OVERLAP_SHARE = 0.8
 """Share of the compute time that can overlap with collectives; the rest waits for the first."""
 OVERLAP_SLOWDOWN = 0.189
-"""Mean slowdown of compute beside collectives, which use multiprocessors and memory bandwidth too
+"""Mean slowdown of compute during collectives, which use multiprocessors and memory bandwidth too
 (Lee et al., 2025, arXiv 2507.03114, abstract: A100, H100, MI210 and MI250)."""
 
 

@@ -7,13 +7,18 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from scalewise import compose
 from scalewise.data import token_files, tokenized_cache
 from scalewise.data.base import DataConfig
+from scalewise.data.chunked_encoding import encode_documents
 from scalewise.data.prepare import prepare_splits
 from scalewise.data.text_files import Document
+from scalewise.data.tokenizer import TokenizerSource
 
 DOCUMENTS = 300
 
@@ -46,13 +51,14 @@ class Interruption:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left, self.encoded = -1, 0
-        self._encode = tokenized_cache.encode_documents
         monkeypatch.setattr(tokenized_cache, "encode_documents", self)
 
-    def __call__(self, tokenizer: object, source: object, documents: Iterable[Document]) -> object:
-        return self._encode(tokenizer, source, self._iterate(documents))  # type: ignore[arg-type]
+    def __call__(
+        self, tokenizer: Tokenizer, source: TokenizerSource, documents: Iterable[str | Document]
+    ) -> Iterator[NDArray[np.uint32]]:
+        return encode_documents(tokenizer, source, self._iterate(documents))
 
-    def _iterate(self, documents: Iterable[Document]) -> Iterator[Document]:
+    def _iterate(self, documents: Iterable[str | Document]) -> Iterator[str | Document]:
         for document in documents:
             if self.left == 0:
                 raise KeyboardInterrupt

@@ -257,7 +257,7 @@ def test_collectives_by_kind_add_up_to_the_communication_of_the_step(compose: Co
     assert predict_collective_seconds(single) == {}
 
 
-def test_compute_beside_collectives_is_slower_on_gpus(compose: Compose) -> None:
+def test_compute_during_collectives_is_slower_on_gpus(compose: Compose) -> None:
     """Lee et al., 2025: compute takes 1.189 times as long during collectives."""
     overrides = ("model=llama3_8b", "precision=bf16_mixed", "data=synthetic", "parallelism=fsdp")
     batch = ("trainer.global_batch=8", "trainer.micro_batch=1")
