@@ -107,6 +107,20 @@ def test_experts_load_from_transformers_and_export_to_it(
             torch.testing.assert_close(logits, model(tokens).logits, **EXACT_TOLERANCE)
 
 
+@pytest.mark.parametrize("spec", EXPERT_DECODERS.values(), ids=EXPERT_DECODERS.keys())
+def test_packed_texts_have_the_logits_of_transformers_with_experts(
+    spec: DecoderConfig, tmp_path: Path
+) -> None:
+    reference, tokens, lengths = hf_model(spec), random_tokens(spec), (20, 28)
+    reference.save_pretrained(tmp_path)
+    decoder = build_model(replace(spec, weights=str(tmp_path)), 0).eval()
+    positions_BS = torch.cat([torch.arange(length) for length in lengths]).expand(len(tokens), -1)
+    with torch.no_grad():
+        texts = [reference(text).logits for text in tokens.split(lengths, 1)]
+        logits = decoder(tokens, positions_BS=positions_BS)
+    torch.testing.assert_close(logits, torch.cat(texts, 1), **EXACT_TOLERANCE)
+
+
 def test_balanced_experts_have_no_architecture_of_transformers(tmp_path: Path) -> None:
     spec = replace(EXPERTS, balance_rate=0.001)
     with pytest.raises(ConfigError, match="is not supported by Hugging Face's Mixtral"):
