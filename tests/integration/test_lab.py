@@ -123,6 +123,7 @@ CPU_LABS = (
     "lab_adapters",
     "lab_optimization",
     "lab_parallelism",
+    "lab_pipeline",
     "lab_precision",
     "lab_scaling",
     "lab_scaling_law",
