@@ -125,6 +125,7 @@ CPU_LABS = (
     "lab_parallelism",
     "lab_pipeline",
     "lab_precision",
+    "lab_quantization",
     "lab_scaling",
     "lab_scaling_law",
 )
