@@ -36,6 +36,7 @@ from scalewise.quantization.config import (
     weight_census_by_kind,
 )
 from scalewise.registry import option_name, target_name
+from scalewise.step_counts import StepCounts
 from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
@@ -111,8 +112,35 @@ class RunConfig:
 
     @cached_property
     def global_batch(self) -> int:
-        """Global batch size: samples of one optimizer step over all ranks."""
+        """Global batch size: samples of one optimizer step over all ranks, after any warm-up."""
         return self.trainer.global_batch or self.samples_per_forward
+
+    @cached_property
+    def samples_per_step(self) -> StepCounts:
+        """Global batch size of each optimizer step, with ``trainer.batch_warmup``."""
+        return self.trainer.samples_per_step(self.global_batch)
+
+    @cached_property
+    def micro_batches_per_step(self) -> StepCounts:
+        """Number of micro-batches that each rank accumulates in each optimizer step."""
+        size = self.samples_per_forward
+        return self.samples_per_step.convert(lambda samples: ceil(samples / size))
+
+    def at_batch(self, samples: int) -> RunConfig:
+        """The run with one global batch size in all steps, such as that of a warm-up stage."""
+        trainer = replace(self.trainer, global_batch=samples, batch_warmup={})
+        return replace(self, trainer=trainer)
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks, after any warm-up."""
+        return self.tokens_in_step.final
+
+    @cached_property
+    def tokens_in_step(self) -> StepCounts:
+        """Tokens of each optimizer step over all ranks."""
+        size = self.sequences_per_sample * self.data.sequence
+        return self.samples_per_step.convert(lambda samples: samples * size)
 
     @cached_property
     def micro_batch(self) -> int:
@@ -132,7 +160,10 @@ class RunConfig:
 
     @cached_property
     def accumulation(self) -> int:
-        """Number of micro-batches that each rank accumulates in one optimizer step."""
+        """Number of micro-batches that each rank accumulates in a step, after any warm-up.
+
+        It is also the factor by which Lightning divides the loss of each micro-batch, in any step.
+        """
         return ceil(self.global_batch / self.samples_per_forward)
 
     @cached_property
@@ -236,11 +267,6 @@ class RunConfig:
         return generated + self.runs_reference_forward
 
     @cached_property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all ranks."""
-        return self.global_batch * self.sequences_per_sample * self.data.sequence
-
-    @cached_property
     def flops_per_token(self) -> float:
         """Model FLOPs per token: 6 per weight and causal attention, without recomputation."""
         return self.count_flops(AttentionFlops.causal)
@@ -300,7 +326,7 @@ class RunConfig:
 
     def num_steps(self, samples: int) -> int:
         """Optimizer steps of this run over a training split of ``samples`` samples."""
-        return self.trainer.num_steps(self.tokens_per_step, self.global_batch, samples)
+        return self.trainer.num_steps(self.tokens_in_step, self.global_batch, samples)
 
     def resolve(self) -> RunConfig:
         """Resolve hardware, mesh sizes and adapter checkpoint for this machine."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
+from scalewise.step_counts import StepCounts
 
 AUTO = "auto"
 MICRO_BATCH_KEY = "trainer.micro_batch"
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """Part of training, from the end of the stage before it, with another global batch size."""
+
+    until_step: int = 0
+    """Last step of the stage, in optimizer steps."""
+    global_batch: int = 0
+    """Global batch size of each step of the stage over all ranks, in samples."""
 
 
 @register_option("trainer", "trainer")
@@ -30,6 +41,10 @@ class TrainerConfig:
     global_batch: int | None = None
     """Global batch size of one optimizer step over all ranks, in samples; null: one micro-batch
     per rank."""
+    batch_warmup: Mapping[str, BatchStage] = field(default_factory=dict, hash=False)
+    """Stages at the start of training with other global batch sizes, by name, such as a smaller
+    batch until step 1000; ``global_batch`` is the one after the last stage. The micro-batch size
+    stays the same."""
     clip_norm: float | None = 1.0
     """Maximum gradient norm over all parameters; null: no clipping."""
     clip_percentile: float | None = None
@@ -51,14 +66,24 @@ class TrainerConfig:
     log_every: int = 10
     """Interval between two status lines, in optimizer steps; metrics are recorded at every step."""
 
-    def num_steps(self, tokens_per_step: int, samples_per_step: int, samples: int) -> int:
+    @property
+    def sorted_batch_stages(self) -> list[tuple[str, BatchStage]]:
+        """Stages of ``batch_warmup`` with their names, in order of steps."""
+        return sorted(self.batch_warmup.items(), key=lambda item: item[1].until_step)
+
+    def samples_per_step(self, global_batch: int) -> StepCounts:
+        """Global batch size of each step; ``global_batch`` is the one after the last stage."""
+        stages = [(stage.until_step, stage.global_batch) for _, stage in self.sorted_batch_stages]
+        return StepCounts(global_batch, tuple(stages))
+
+    def num_steps(self, tokens_per_step: StepCounts, global_batch: int, samples: int) -> int:
         """Number of optimizer steps over a training split of ``samples`` samples."""
         if self.max_steps is not None:
             return self.max_steps
         if self.max_tokens is not None:
-            return ceil(self.max_tokens / tokens_per_step)
+            return tokens_per_step.steps_for(self.max_tokens)
         assert self.max_epochs is not None
-        return ceil(self.max_epochs * samples / samples_per_step)
+        return self.samples_per_step(global_batch).steps_for(self.max_epochs * samples)
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield issues for the training length, batch sizes and intervals."""
@@ -91,3 +116,32 @@ class TrainerConfig:
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):
             if not getattr(self, key) > 0:
                 yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")
+        yield from self._batch_stage_issues()
+
+    def _batch_stage_issues(self) -> Iterator[ConfigIssue]:
+        """Yield issues of the stages of ``batch_warmup``: positive, in order, growing."""
+        if not self.batch_warmup:
+            return
+        if self.global_batch is None:
+            reason = "requires trainer.global_batch, the batch after the last stage"
+            fix = "set trainer.global_batch=64"
+            yield ConfigIssue("trainer.batch_warmup", [*self.batch_warmup], reason, fix)
+        stages = [(f"trainer.batch_warmup.{name}", it) for name, it in self.sorted_batch_stages]
+        for key, stage in stages:
+            for name in ("until_step", "global_batch"):
+                if (value := getattr(stage, name)) < 1:
+                    fix = f"set {key}.{name}=8"
+                    yield ConfigIssue(f"{key}.{name}", value, "must be positive", fix)
+        for (before, stage), (key, following) in pairwise(stages):
+            if following.until_step == stage.until_step:
+                reason = f"is that of {before} too, so that the stage has no step"
+                fix = f"set {key}.until_step={stage.until_step + 1}"
+                yield ConfigIssue(f"{key}.until_step", following.until_step, reason, fix)
+        batches = [(f"{key}.global_batch", stage.global_batch) for key, stage in stages]
+        for (key, samples), (larger_key, larger) in pairwise(
+            [*batches, ("trainer.global_batch", self.global_batch)]
+        ):
+            if samples is not None and larger is not None and samples >= larger:
+                reason = f"must be below that of the steps after it, {larger_key}={larger}"
+                fix = f"set {key}={max(1, larger // 2)}, or a larger {larger_key}"
+                yield ConfigIssue(key, samples, reason, fix)

@@ -47,10 +47,15 @@ KINDS = {
     "sgd": ("optimizer=sgd", "optimizer.lr=0.1"),
     "preferences": ("objective=dpo", "data=corpus_pairs", "data.megabytes=2"),
     "wsd": ("schedule=wsd",),
+    "batch_warmup": (
+        "+trainer.batch_warmup={first:{until_step:3,global_batch:4},"
+        "second:{until_step:7,global_batch:8}}",
+        *("trainer.global_batch=16", "trainer.micro_batch=2", "model.dropout=0.2"),
+    ),
 }
 
 EXHAUSTIVE = pytest.mark.exhaustive
-CI_KINDS = ["dropout_uneven_ema", "statistics", "stochastic_rounding_fsdp"]
+CI_KINDS = ["batch_warmup", "dropout_uneven_ema", "statistics", "stochastic_rounding_fsdp"]
 EXHAUSTIVE_KINDS = [pytest.param(kind, marks=EXHAUSTIVE) for kind in KINDS if kind not in CI_KINDS]
 
 Reference = Callable[[str], RunDir]
@@ -160,6 +165,22 @@ def test_resume_under_another_strategy_keeps_the_data_order(
 ) -> None:
     first = run_job(*first_strategy, "checkpoint.every=3", "checkpoint.keep=0")
     resumed, reference = run_job(*resumes, resume=first.checkpoint(3)), uninterrupted("single")
+    assert_same_order(resumed, reference)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=EXHAUSTIVE)])
+def test_resume_within_a_batch_warmup_under_another_strategy(
+    strategy: str, run_job: JobRunner
+) -> None:
+    warmup = [it for it in KINDS["batch_warmup"] if not it.startswith("model.dropout")]
+    first = run_job(*warmup, "checkpoint.every=5", "checkpoint.keep=0", at="first")
+    other = (f"parallelism={strategy}", "trainer.micro_batch=1")
+    resumed = run_job(*warmup, *other, resume=first.checkpoint(5))
+    assert resumed.column("train/tokens")[4] == 32 * (3 * 4 + 2 * 8)
+    assert_same_order(resumed, first)
+
+
+def assert_same_order(resumed: RunDir, reference: RunDir) -> None:
     assert resumed.steps == reference.steps
     assert resumed.column("train/lr") == reference.column("train/lr")
     assert resumed.column("train/tokens") == reference.column("train/tokens")

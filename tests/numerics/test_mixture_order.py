@@ -13,6 +13,7 @@ from scalewise.data.mixture_dataset import MixtureDataset
 from scalewise.data.mixture_order import MixtureOrder, WeightedInterleaving
 from scalewise.data.synthetic import RandomTokens
 from scalewise.errors import DataError
+from scalewise.step_counts import StepCounts
 
 SEQUENCE = 4
 SIZES = {"a": 30, "b": 7, "c": 100}
@@ -21,8 +22,9 @@ WEIGHTS = {"a": 0.6, "b": 0.1, "c": 0.3}
 
 def build_order(stages, limits=(), sizes=None, seed=3, global_batch=8, steps=50):
     limits = dict(limits)
+    counts = StepCounts(global_batch)
     return MixtureOrder(
-        sizes or SIZES, stages, limits, seed=seed, global_batch=global_batch, steps=steps
+        sizes or SIZES, stages, limits, seed=seed, samples_per_step=counts, steps=steps
     )
 
 

@@ -21,7 +21,7 @@ from scalewise.plan_config import MemoryMethod, PlanSearch
 from scalewise.planner import peak_memory
 from scalewise.planner.fit_check import compare_with_hardware
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
-from scalewise.planner.plan import Plan, build_plan, padding_notes, sum_plans, training_tokens
+from scalewise.planner.plan import Plan, build_plan, padding_notes, sum_plans, training_seconds
 from scalewise.planner.search import search_runs
 from scalewise.run_config import RunConfig
 from scalewise.sweep_question import SweepQuestion
@@ -183,9 +183,9 @@ def _packed_makespan(
     )
     machine = packed_executor.machine_slots(this_machine(), slots, on_cuda=on_cuda)
     jobs = [
-        (packed_executor.job_demand(plan.run, machine), plan.seconds_for(tokens) or 0.0)
+        (packed_executor.job_demand(plan.run, machine), seconds)
         for plan in plans
-        if not plan.fit.status.is_out_of_memory and (tokens := training_tokens(plan)) is not None
+        if not plan.fit.status.is_out_of_memory and (seconds := training_seconds(plan)) is not None
     ]
     if on_cuda:  # main memory of the target machine is unknown
         machine = replace(machine, memory=sum(demand.memory for demand, _ in jobs))

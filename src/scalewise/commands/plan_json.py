@@ -34,6 +34,14 @@ def plan_content(plan: Plan) -> dict[str, object]:
         "suggested_fix": None if fix is None else list(fix.overrides),
         "reserved_bytes": dict(zip(("low", "typical", "high"), fit.reserved, strict=True)),
         "step_s_range": plan.step_seconds_range,
+        "batch_warmup": [
+            {
+                "until_step": until_step,
+                "global_batch": samples,
+                "step_s": plan.stage_seconds.get(samples),
+            }
+            for until_step, samples in run.samples_per_step.stages
+        ],
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.mfu,
         "mfu_palm": plan.mfu_palm,

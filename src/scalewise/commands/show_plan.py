@@ -319,9 +319,13 @@ def _print_time(console: Console, plan: Plan) -> None:
         console.print(
             f"Not included: transfer time of offloaded data; set {options}", style="yellow"
         )
-    tokens = plan.run.tokens_per_step * plan.run.num_steps(samples=plan.run.global_batch)
+    steps = plan.run.num_steps(samples=plan.run.global_batch)
+    tokens = plan.run.tokens_in_step.before(steps)
+    for until_step, samples in plan.run.samples_per_step.stages:
+        seconds = format_seconds(plan.stage_seconds[samples])
+        console.print(f"Until step {until_step:,}: {samples} samples in a step, {seconds}")
     parts = [
-        f"Training time: {format_seconds(plan.seconds_for(tokens) or 0.0)} "
+        f"Training time: {format_seconds(plan.seconds_for_steps(steps) or 0.0)} "
         f"for {format_count(tokens)} tokens"
     ]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)

@@ -27,6 +27,7 @@ __all__ = [
     "init_model_parallel",
     "init_optimizers",
     "replace_loader_preparation",
+    "replace_step_boundaries",
     "set_node_environment",
     "skip_process_group",
 ]
@@ -96,6 +97,33 @@ def disable_signal_broadcast(trainer: Trainer) -> None:
     private.replace_attribute(
         trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None
     )
+
+
+@private.reads("_accumulated_batches_reached", "_should_check_val_fx")
+def replace_step_boundaries(
+    trainer: Trainer, is_step_end: Callable[[int], bool], is_validated: Callable[[int], bool]
+) -> None:
+    """Let the number of accumulated micro-batches differ between steps; its option is a constant.
+
+    Args:
+        trainer: Trainer before it fits.
+        is_step_end: Whether a step ends after a number of micro-batches of the run.
+        is_validated: Whether a validation follows a number of micro-batches of the run.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    should_validate = loop._should_check_val_fx
+
+    def accumulated_batches_reached() -> bool:
+        return is_step_end(loop.batch_progress.current.ready)
+
+    def should_check_val_fx(data_fetcher: Any) -> bool:
+        # Lightning validates after each multiple of this number of micro-batches.
+        number = loop.total_batch_idx + 1
+        trainer.val_check_batch = number if is_validated(number) else number + 1
+        return should_validate(data_fetcher)
+
+    private.replace_attribute(loop, "_accumulated_batches_reached", accumulated_batches_reached)
+    private.replace_attribute(loop, "_should_check_val_fx", should_check_val_fx)
 
 
 @private.reads("_data_fetcher")

@@ -5,6 +5,7 @@ Shapes: B sequences of a micro-batch, T tokens, S = T + 1. The two sequences of 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -17,6 +18,7 @@ from scalewise.data.mixture_dataset import MixtureDataset
 from scalewise.data.mixture_order import MixtureOrder
 from scalewise.data.prepare import FIRST_TOKEN_OFFSET, NO_TOKEN, CaptionedTokenDataset, TokenDataset
 from scalewise.objectives import IGNORED
+from scalewise.step_counts import StepCounts
 
 Batch = dict[str, torch.Tensor]
 Gather = Callable[[NDArray[np.int64]], NDArray[Any]]
@@ -36,26 +38,39 @@ class BatchShare:
     """
 
     global_batch: int
-    """Samples of one optimizer step over all ranks."""
+    """Samples of one optimizer step over all ranks, after any warm-up."""
     micro_batch: int
     """Samples of one forward pass on one rank."""
     rank: int = 0
     """Data-parallel rank."""
     ranks: int = 1
     """Number of data-parallel ranks."""
+    warmup: tuple[tuple[int, int], ...] = ()
+    """Stages with other global batches, as in ``StepCounts``."""
+
+    @cached_property
+    def samples_per_step(self) -> StepCounts:
+        """Samples of each optimizer step over all ranks."""
+        return StepCounts(self.global_batch, self.warmup)
+
+    @cached_property
+    def micro_batches_per_step(self) -> StepCounts:
+        """Number of micro-batches of each optimizer step on one rank."""
+        size = self.micro_batch * self.ranks
+        return self.samples_per_step.convert(lambda samples: ceil(samples / size))
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches of one optimizer step on one rank."""
-        return ceil(self.global_batch / (self.micro_batch * self.ranks))
+        """Number of micro-batches of one optimizer step on one rank, after any warm-up."""
+        return self.micro_batches_per_step.final
 
     def read_micro_batch(
         self, gather: Gather, shuffle_order: SampleOrder, micro_steps: int, fill_value: int = ~0
     ) -> NDArray[Any]:
         """Return the data of ``gather`` for the micro-batch after ``micro_steps`` others."""
-        step, micro_step = divmod(micro_steps, self.accumulation)
+        step, micro_step = self.micro_batches_per_step.locate(micro_steps)
         first = (micro_step * self.ranks + self.rank) * self.micro_batch
-        num_samples = min(max(self.global_batch - first, 0), self.micro_batch)
+        num_samples = min(max(self.samples_per_step.at(step) - first, 0), self.micro_batch)
         samples_B = gather(shuffle_order.indices(step, first, max(num_samples, 1)))
         if num_samples == self.micro_batch:
             return samples_B
@@ -65,8 +80,9 @@ class BatchShare:
 
     def has_masked_labels(self, dataset: TokenDataset) -> bool:
         """Whether some labels of a global batch may be masked or padding."""
-        is_padded = self.accumulation * self.micro_batch * self.ranks != self.global_batch
-        return is_padded or dataset.masked
+        size = self.micro_batch * self.ranks
+        batches = (self.global_batch, *(samples for _, samples in self.warmup))
+        return dataset.masked or any(samples % size for samples in batches)
 
 
 class MicroBatches:
@@ -97,8 +113,8 @@ class MicroBatches:
 
     def iter_indexed_batches(self, steps: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield the sample indices and the batch of each micro-batch, for at most one epoch."""
-        steps = min(steps, ceil(len(self._dataset) / self._batch_share.global_batch))
-        for number in range(steps * self._batch_share.accumulation):
+        steps = min(steps, self._batch_share.samples_per_step.steps_for(len(self._dataset)))
+        for number in range(self._batch_share.micro_batches_per_step.before(steps)):
             index_B = self._batch_share.read_micro_batch(
                 lambda index_B: index_B, self._order, number, PADDING_INDEX
             )
@@ -148,14 +164,18 @@ class TrainLoader(MicroBatches):
         start: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        global_batch, order_seed = batch_share.global_batch, None if dataset.streamed else seed
+        samples_per_step, order_seed = (
+            batch_share.samples_per_step,
+            None if dataset.streamed else seed,
+        )
         order: SampleOrder = (
-            dataset.build_order(seed, global_batch, steps)
+            dataset.build_order(seed, samples_per_step, steps)
             if isinstance(dataset, MixtureDataset)
-            else ShuffleOrder(len(dataset), order_seed, global_batch)
+            else ShuffleOrder(len(dataset), order_seed, batch_share.global_batch, samples_per_step)
         )
         super().__init__(dataset, batch_share, order, pin_memory=pin_memory)
-        self._length = steps * batch_share.accumulation
+        self._micro_batches_per_step = batch_share.micro_batches_per_step
+        self._length = self._micro_batches_per_step.before(steps)
         self.micro_steps = start
 
     def __len__(self) -> int:
@@ -164,9 +184,10 @@ class TrainLoader(MicroBatches):
     def __iter__(self) -> Iterator[Batch]:
         prefetched: list[NDArray[np.int64]] = []
         while self.micro_steps < self._length:
-            num_labels = None
-            if self._dataset.masked and self.micro_steps % self._batch_share.accumulation == 0:
-                numbers = range(self.micro_steps, self.micro_steps + self._batch_share.accumulation)
+            num_labels, per_step = None, self._micro_batches_per_step
+            if self._dataset.masked and per_step.is_step_end(self.micro_steps):
+                count = per_step.at(per_step.locate(self.micro_steps)[0])
+                numbers = range(self.micro_steps, self.micro_steps + count)
                 prefetched = [self._read_tokens(number) for number in numbers]
                 label_slice = slice(-self._dataset.target_length or 1, None)
                 num_labels = sum(

@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from scalewise.data.prepare import FIRST_TOKEN_OFFSET, NO_TOKEN
+from scalewise.step_counts import StepCounts
 
 
 class PackedDataset:
@@ -283,21 +284,33 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int
 class ShuffleOrder:
     """Sample indices of every step: the permutations of all epochs, one after the other.
 
-    Sample j of the global batch of step s is at position ``s * global_batch + j`` of that sequence.
-    No sample is dropped, and the samples of a step do not depend on the number of ranks. ``seed``
-    None is the stored order.
+    Each step reads the samples that follow those of the step before it. No sample is dropped, and
+    the samples of a step do not depend on the number of ranks. ``seed`` None is the stored order.
+
+    Args:
+        num_samples: Number of samples of the dataset.
+        seed: Seed of the run.
+        global_batch: Samples of one optimizer step.
+        samples_per_step: Samples of each step, if ``global_batch`` is not that of all steps.
     """
 
-    def __init__(self, num_samples: int, seed: int | None, global_batch: int) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int | None,
+        global_batch: int,
+        samples_per_step: StepCounts | None = None,
+    ) -> None:
         if num_samples < 1 or global_batch < 1:
             raise ValueError(f"{num_samples} samples cannot fill a global batch of {global_batch}")
-        self._num_samples, self._seed, self._global_batch = num_samples, seed, global_batch
+        self._num_samples, self._seed = num_samples, seed
+        self._samples_per_step = samples_per_step or StepCounts(global_batch)
         # Two: a batch across the end of an epoch alternates between both.
         self._permutation = lru_cache(maxsize=2)(epoch_permutation)
 
     def indices(self, step: int, first: int, count: int) -> NDArray[np.int64]:
         """Return ``index_B``, the samples at ``count`` positions of a step's global batch."""
-        first += step * self._global_batch
+        first += self._samples_per_step.before(step)
         epoch, position = divmod(first, self._num_samples)
         if position + count <= self._num_samples:
             return self._epoch_indices(epoch, np.arange(position, position + count))

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from scalewise.data.mixture import MixtureData
 from scalewise.data.mixture_order import MixtureOrder
 from scalewise.data.prepare import TokenDataset
+from scalewise.step_counts import StepCounts
 
 
 class ConcatenatedDataset:
@@ -70,13 +71,13 @@ class MixtureDataset(ConcatenatedDataset):
         )
         return filled / sum(weights.values())
 
-    def build_order(self, seed: int, global_batch: int, steps: int) -> MixtureOrder:
+    def build_order(self, seed: int, samples_per_step: StepCounts, steps: int) -> MixtureOrder:
         """Order of the samples in a training of ``steps`` optimizer steps."""
         return MixtureOrder(
             self.sizes,
             self._stages,
             self._max_repetitions,
             seed=seed,
-            global_batch=global_batch,
+            samples_per_step=samples_per_step,
             steps=steps,
         )

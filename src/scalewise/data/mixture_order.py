@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scalewise.data.datasets import ShuffleOrder
 from scalewise.data.synthetic_datasets import splitmix64
 from scalewise.errors import DataError
+from scalewise.step_counts import StepCounts
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class MixtureOrder:
         stages: Start of each stage, as a fraction of training, and the weights of the sources.
         max_repetitions: Largest number of epochs of the sources that have one.
         seed: Seed of the run.
-        global_batch: Samples of one optimizer step.
+        samples_per_step: Samples of each optimizer step.
         steps: Length of training, in optimizer steps.
 
     Raises:
@@ -114,10 +115,10 @@ class MixtureOrder:
         max_repetitions: Mapping[str, float],
         *,
         seed: int,
-        global_batch: int,
+        samples_per_step: StepCounts,
         steps: int,
     ) -> None:
-        self._global_batch, self._total = global_batch, steps * global_batch
+        self._samples_per_step, self._total = samples_per_step, samples_per_step.before(steps)
         self._names, self._max_repetitions = [*sizes], max_repetitions
         self._offsets = np.cumsum([0, *sizes.values()])
         # The seed of each source is that of the run: a mixture of one source has its order.
@@ -128,7 +129,7 @@ class MixtureOrder:
         ]
         self.segments: list[Segment] = []
         counts, first = [0] * len(sizes), 0
-        ends = [round(start * steps) * global_batch for start, _ in stages[1:]]
+        ends = [samples_per_step.before(round(start * steps)) for start, _ in stages[1:]]
         for (_, weights), end in zip(stages, [*ends, self._total], strict=True):
             while first < end:
                 first = self._add_segment(weights, seed, first, end, counts)
@@ -157,7 +158,7 @@ class MixtureOrder:
 
     def _exhausted_error(self, weights: Mapping[str, float], position: int) -> DataError:
         names = [name for name in self._max_repetitions if weights[name]]
-        step, steps = position // self._global_batch, self._total // self._global_batch
+        step, steps = (self._samples_per_step.locate(it)[0] for it in (position, self._total))
         reason = f"is reached by all sources with a weight after {step} of {steps} steps"
         key = f"data.sources.{names[0]}.max_repetitions"
         fix = f"set {key}=null" + f" or trainer.max_steps={step}" * bool(step)
@@ -166,7 +167,7 @@ class MixtureOrder:
     def indices(self, step: int, first: int, count: int) -> NDArray[np.int64]:
         """Return ``index_B``, the samples at ``count`` positions of a step's global batch."""
         # A micro-batch of padding alone reads one sample, which may be after the last.
-        position = min(step * self._global_batch + first, self._total - count)
+        position = min(self._samples_per_step.before(step) + first, self._total - count)
         parts = []
         firsts = [segment.first for segment in self.segments]
         while count:

@@ -25,6 +25,8 @@ def deepspeed_config(run: RunConfig) -> ExternalConfig:
     folder = parallelism.nvme_path or "nvme"
     config = ExternalConfig(build_deepspeed_config(parallelism, run, folder, *counts))
     config.values["train_batch_size"] = run.global_batch
+    if run.trainer.batch_warmup:
+        config.notes.append("trainer.batch_warmup: the config has one batch size for all steps")
     _add_optimizer(run, config)
     _add_schedule(run, config)
     config.notes.append("model, data and objective belong to the script")

@@ -109,11 +109,19 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
     current_digests = inputs.content_digests(current_config) if recorded_digests else {}
     # None means one micro-batch per rank: compare the resulting number of samples.
     try:
-        recorded_config["trainer"] = {"global_batch": _global_batch(recorded_config)}
+        recorded_trainer = {
+            "global_batch": _global_batch(recorded_config),
+            "batch_warmup": _group_values(recorded_config, "trainer").get("batch_warmup"),
+        }
+        recorded_config["trainer"] = recorded_trainer
     except (AttributeError, KeyError, TypeError, ValueError):
         reason = "is damaged: trainer and parallelism define no batch size"
         raise RecordError.for_file(folder / "resolved.yaml", reason) from None
-    current_config["trainer"] = {"global_batch": run.global_batch}
+    current_trainer = _group_values(current_config, "trainer")
+    current_config["trainer"] = {
+        "global_batch": run.global_batch,
+        "batch_warmup": current_trainer["batch_warmup"],
+    }
     user_defined: ComparedKeys = (
         ("objective", ("_target_", "target", "arguments")),
         ("data", ("_target_", "target")),
@@ -123,7 +131,7 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
         ("adapter", None),
         ("quantization", None),
         ("optimizer", ("_target_",)),
-        ("trainer", ("global_batch",)),
+        ("trainer", ("global_batch", "batch_warmup")),
         ("data", None),
     )
     # The batch size of a user-defined module is not in its config.

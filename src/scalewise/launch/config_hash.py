@@ -71,6 +71,7 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("parallelism", "shard"): "parameters",
     ("precision", "stochastic_rounding"): False,
     ("schedule", "rewarmup_steps"): 0,
+    ("trainer", "batch_warmup"): {},
     ("trainer", "clip_percentile"): None,
     ("trainer", "skip_sigma"): None,
     ("trainer", "max_skipped_steps"): 10,

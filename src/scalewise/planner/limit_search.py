@@ -77,7 +77,7 @@ def _sequence_unit(run: RunConfig) -> int:
 
 def _with_micro_batch(run: RunConfig, size: int) -> RunVariant:
     global_batch = size * run.parallelism.data_parallel_size
-    trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch)
+    trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch, batch_warmup={})
     overrides = (f"trainer.micro_batch={size}", f"trainer.global_batch={global_batch}")
     return RunVariant(run).change(*overrides, trainer=trainer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -69,9 +69,32 @@ class Plan:
         """Model FLOPs utilization by PaLM's convention, where attention is not causal."""
         return None if self.mfu is None else self.mfu * self.run.palm_to_causal_flops
 
+    @cached_property
+    def stage_seconds(self) -> Mapping[int, float]:
+        """Step time by global batch size, of each stage of a warm-up and of the steps after it.
+
+        In seconds; empty without a predicted step time.
+        """
+        run, batches = self.run, self.run.samples_per_step
+        times = {samples: predict_step_time(run.at_batch(samples)) for _, samples in batches.stages}
+        times[batches.final] = self.step_time
+        return {samples: time.seconds for samples, time in times.items() if time is not None}
+
+    def seconds_for_steps(self, steps: int) -> float | None:
+        """Return the time of the first ``steps`` optimizer steps, in seconds."""
+        if self.step_time is None:
+            return None
+        stages = self.run.samples_per_step.iter_stages(steps)
+        return sum(count * self.stage_seconds[samples] for _, count, samples in stages)
+
     def seconds_for(self, tokens: float) -> float | None:
-        """Return the training time for ``tokens``, in seconds."""
+        """Return the training time for ``tokens`` after any warm-up, in seconds."""
         return None if self.tokens_per_s is None else tokens / self.tokens_per_s
+
+    def dollars_for_seconds(self, seconds: float) -> float | None:
+        """Return the price of ``seconds`` on all devices, in US dollars."""
+        dollars_per_hour = self.run.hardware.dollars_per_hour
+        return self._device_hours(seconds) * dollars_per_hour if dollars_per_hour else None
 
     def dollars_for(self, tokens: float) -> float | None:
         """Return the price of training on ``tokens``, in US dollars."""
@@ -170,26 +193,28 @@ class SweepTotals:
 def sum_plans(plans: Sequence[Plan]) -> SweepTotals:
     """Totals over the plans of a sweep."""
     fitting = [plan for plan in plans if not plan.fit.status.is_out_of_memory]
-    timed = [(plan, tokens) for plan in fitting if (tokens := training_tokens(plan)) is not None]
-    prices = [price for plan, tokens in timed if (price := plan.dollars_for(tokens)) is not None]
+    timed = [(plan, time) for plan in fitting if (time := training_seconds(plan)) is not None]
+    prices = [
+        price for plan, time in timed if (price := plan.dollars_for_seconds(time)) is not None
+    ]
     return SweepTotals(
         len(plans),
         len(plans) - len(fitting),
-        sum(plan.seconds_for(tokens) or 0.0 for plan, tokens in timed),
+        sum(time for _, time in timed),
         sum(prices) if prices else None,
         len(fitting) - len(timed),
         sum(plan.step_time is None and not plan.run.objective.trace_only for plan in fitting),
     )
 
 
-def training_tokens(plan: Plan) -> int | None:
-    """Number of training tokens of a run.
+def training_seconds(plan: Plan) -> float | None:
+    """Training time of a run, in seconds.
 
     None without a predicted step time, or with epochs of unknown length.
     """
-    if plan.step_time is None or plan.run.trainer.max_epochs is not None:
+    if plan.run.trainer.max_epochs is not None:
         return None
-    return plan.run.tokens_per_step * plan.run.num_steps(samples=0)
+    return plan.seconds_for_steps(plan.run.num_steps(samples=0))
 
 
 def padding_notes(run: RunConfig, splits: DataSplits | None = None) -> Iterator[str]:
@@ -219,10 +244,11 @@ def padding_notes(run: RunConfig, splits: DataSplits | None = None) -> Iterator[
     epochs = run.trainer.max_epochs
     if splits is not None and epochs is not None and not splits.train.streamed:
         samples, steps = ceil(epochs * len(splits.train)), run.num_steps(len(splits.train))
-        if (samples_read := steps * run.global_batch) > samples:
+        if (samples_read := run.samples_per_step.before(steps)) > samples:
             yield (
                 f"all epochs: {amount_text(samples, samples_read, 'repeated')}, "
-                f"to fill the last of {steps:,} steps of {run.global_batch} samples"
+                f"to fill the last of {steps:,} steps of "
+                f"{run.samples_per_step.at(steps - 1)} samples"
             )
     if run.trainer.validate_every is not None:
         held_out = run.trainer.validation_rows

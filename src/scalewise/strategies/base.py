@@ -50,6 +50,8 @@ class ScaledLoss:
     factor: Tensor | float = 1.0
     compile_config: Compile | None = None
     """Config by which the sums over tokens are compiled; None: they are not."""
+    accumulation: int = 1
+    """Number of micro-batches of the step, by which Lightning divides the loss."""
 
     @property
     def computed_in_module(self) -> bool:

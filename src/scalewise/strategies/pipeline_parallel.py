@@ -92,7 +92,6 @@ class PipelineRunner:
         self._losses: list[Tensor] = []
         self.before_backward: Callable[[], None] = lambda: None
         self._schedules: dict[bool, Any] = {}
-        self._accumulation = run.accumulation
         self._tied_names = run.model.tied_weights
         self._tied: list[nn.Parameter] = []
         self._tied_copy_ids: set[int] = set()
@@ -138,9 +137,8 @@ class PipelineRunner:
         ``last``: no other micro-batch follows before the optimizer step.
         """
         # Lightning divides the loss before it runs backward; here, the schedule runs backward.
-        accumulation = self._accumulation
-        scaled_loss = replace(loss, factor=loss.factor / accumulation)
-        total = self._run_schedule(batch, scaled_loss, backward=True).mul_(accumulation)
+        scaled_loss = replace(loss, factor=loss.factor / loss.accumulation)
+        total = self._run_schedule(batch, scaled_loss, backward=True).mul_(loss.accumulation)
         if last:
             self._reduce_tied_gradients()
         return total.requires_grad_()

@@ -201,9 +201,8 @@ class ManualStep:
                         strategy.compute_validation_loss(
                             self.module, self.batch, ScaledLoss(run.objective.reference_objective)
                         )
-                loss = strategy.compute_train_loss(
-                    self.module, self.batch, ScaledLoss(run.objective, factor), last=last
-                )
+                scaled_loss = ScaledLoss(run.objective, factor, accumulation=run.accumulation)
+                loss = strategy.compute_train_loss(self.module, self.batch, scaled_loss, last=last)
             loss = loss[0] if loss.dim() else loss
             self.begin_phase("head")
             if probe is not None:

@@ -118,19 +118,21 @@ def _build_loaders(
     """Loaders of both splits; for a mixture, a validation loader of each source."""
     dp_size = run.parallelism.data_parallel_size
     dp_rank = run.parallelism.data_parallel_rank(rank_info.rank)
-    batch_share = BatchShare(run.global_batch, run.micro_batch, dp_rank, dp_size)
+    batch_share = BatchShare(
+        run.global_batch, run.micro_batch, dp_rank, dp_size, run.samples_per_step.stages
+    )
     pin_memory = run.hardware.device is DeviceKind.cuda
     train = TrainLoader(
         splits.train,
         batch_share,
         seed=run.seed,
         steps=steps,
-        start=start * run.accumulation,
+        start=run.micro_batches_per_step.before(start),
         pin_memory=pin_memory,
     )
     if splits.validation is None or run.trainer.validate_every is None:
         return train, None
-    validation_share = replace(batch_share, global_batch=run.trainer.validation_rows)
+    validation_share = replace(batch_share, global_batch=run.trainer.validation_rows, warmup=())
     if splits.validation_sources:
         return train, [
             ValidationLoader(dataset, validation_share, pin_memory=pin_memory)

@@ -72,7 +72,8 @@ class TrainingModule(LightningModule):
         objective = run.objective
         self._rollout = Rollout(objective, run.data) if isinstance(objective, GRPO) else None
         self._loss: ScaledLoss | None = None
-        self._constant_loss: ScaledLoss | None = None
+        self._constant_losses: dict[int, ScaledLoss] = {}
+        self._micro_batches_per_step = run.micro_batches_per_step
         self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
         self.last_expert_counts = torch.zeros(0)
@@ -124,14 +125,16 @@ class TrainingModule(LightningModule):
         The loss is scaled up by the number of accumulated micro-batches, by which Lightning
         divides, and by the number of ranks over which the strategy averages gradients.
         """
-        accumulation = self.run.accumulation
-        if self._loss is None or batch_idx % accumulation == 0:
-            self._loss = self._scale_loss(batch)
+        if self._loss is None or self._micro_batches_per_step.is_step_end(batch_idx):
+            step, _ = self._micro_batches_per_step.locate(batch_idx)
+            self._loss = self._scale_loss(batch, step)
+            if self.run.trainer.batch_warmup:
+                self._start_step(step)
         if self._rollout:
             step = self.trainer.global_step
             batch = self._rollout.sample(batch, self.forward_no_grad, self.run.seed, step)
         batch = self._add_reference(batch)
-        last = (batch_idx + 1) % accumulation == 0
+        last = self._micro_batches_per_step.is_step_end(batch_idx + 1)
         losses = self.parallel_strategy.compute_train_loss(self.model, batch, self._loss, last=last)
         self.last_losses = losses.detach().view(-1)
         if self.spikes is not None:
@@ -197,7 +200,7 @@ class TrainingModule(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Free the gradients after an optimizer step."""
-        if (batch_idx + 1) % self.run.accumulation == 0:
+        if self._micro_batches_per_step.is_step_end(batch_idx + 1):
             for parameter in self._model_parameters:
                 parameter.grad = None
 
@@ -255,29 +258,26 @@ class TrainingModule(LightningModule):
             torch.manual_seed(seed % 2**63)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the number of micro-batches per step; it differs between strategies."""
-        checkpoint["accumulation"] = self.run.accumulation
+        """Save the start of a warm-up after a resume, and the statistics of the last steps."""
         checkpoint["rewarmup_start"] = self._rewarmup_start
         checkpoint["step_statistics"] = {
             name: statistics.state_dict() for name, statistics in self._step_statistics.items()
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Convert the micro-batch counters to the accumulation of this run.
+        """Convert the micro-batch counters to the micro-batches per step of this run.
 
         The learning rates of the checkpoint are dropped in favor of those of this run. A warm-up
         after an earlier resume continues, else a new one starts.
         """
-        saved_accumulation, accumulation = checkpoint["accumulation"], self.run.accumulation
+        micro_batches = self._micro_batches_per_step.before(checkpoint["global_step"])
         loop = checkpoint["loops"]["fit_loop"]
         loader_states = loop["state_dict"]["combined_loader"]
         for counts in (*loop[BATCH_PROGRESS_KEY].values(), *loader_states):
             if isinstance(counts, dict):
                 # A checkpoint at the end of a batch is saved before Lightning counts the batch.
                 uncounted = counts.get("processed", 0) - counts.get("completed", 0)
-                counts |= {
-                    key: count // saved_accumulation * accumulation for key, count in counts.items()
-                }
+                counts |= {key: micro_batches for key, count in counts.items() if count}
                 if uncounted:
                     counts["completed"] = counts["processed"] - uncounted
         for schedule in checkpoint["lr_schedulers"]:
@@ -335,26 +335,35 @@ class TrainingModule(LightningModule):
         with disable_adapter(self.run.adapter, cast(ModelModule, self.model)):
             return {**batch, "reference": self.forward_no_grad(reference, batch)}
 
-    def _scale_loss(self, batch: Batch) -> ScaledLoss:
+    def _start_step(self, step: int) -> None:
+        """Set what depends on the batch of a step: the divisor of Lightning, weights of experts."""
+        self.trainer.accumulate_grad_batches = self._micro_batches_per_step.at(step)
+        warmup_factor = self.run.global_batch / self.run.samples_per_step.at(step)
+        for mixture in self._mixtures:
+            mixture.sequence_weight = self.run.sequence_loss_weight * warmup_factor
+
+    def _scale_loss(self, batch: Batch, step: int) -> ScaledLoss:
         """Loss of a step, divided by the labels, pairs or sampled answers of its global batch.
 
-        A constant divisor is created once: a copy to the device makes the host wait.
+        A divisor is created once for each batch size: a copy to the device makes the host wait.
         """
         run, local_labels = self.run, batch.get("labels_of_step")
+        accumulation = self._micro_batches_per_step.at(step)
         targets_per_sample = 1 if run.objective.pairs else run.objective.rollouts_per_sample
         if local_labels is not None and not targets_per_sample:
             ranks_per_batch = run.world_size // run.parallelism.data_parallel_size
             total = local_labels.clone()
             if dist.is_initialized():
                 dist.all_reduce(total)
-            return self._divide_loss((total // ranks_per_batch).clamp(min=1).float())
-        if self._constant_loss is None:  # no label is masked
-            targets = run.global_batch * targets_per_sample or run.tokens_per_step
-            self._constant_loss = self._divide_loss(
-                torch.tensor(float(targets), device=self.device)
-            )
-        return self._constant_loss
+            targets = (total // ranks_per_batch).clamp(min=1).float()
+            return self._divide_loss(targets, accumulation)
+        samples = run.samples_per_step.at(step)
+        if samples not in self._constant_losses:  # no label is masked
+            count = samples * targets_per_sample or run.tokens_in_step.at(step)
+            targets = torch.tensor(float(count), device=self.device)
+            self._constant_losses[samples] = self._divide_loss(targets, accumulation)
+        return self._constant_losses[samples]
 
-    def _divide_loss(self, targets: Tensor) -> ScaledLoss:
-        divisor = self.run.accumulation * self.run.parallelism.gradient_averaging_size
-        return ScaledLoss(self.run.objective, divisor / targets, self.run.loss_compile)
+    def _divide_loss(self, targets: Tensor, accumulation: int) -> ScaledLoss:
+        factor = accumulation * self.run.parallelism.gradient_averaging_size / targets
+        return ScaledLoss(self.run.objective, factor, self.run.loss_compile, accumulation)

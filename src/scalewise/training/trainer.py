@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 
-from scalewise.compat.lightning import disable_signal_broadcast
+from scalewise.compat.lightning import disable_signal_broadcast, replace_step_boundaries
 from scalewise.compat.lightning_hooks import StepHookTrainer
 from scalewise.goodput import compute_goodput, read_attempts
 from scalewise.hardware import DeviceKind, launched_world_size
@@ -103,6 +103,14 @@ def build_trainer(
     trainer = StepHookTrainer(**{**defaults, **settings})
     # STOP handles signals. Lightning's own check is a blocking broadcast before every micro-batch.
     disable_signal_broadcast(trainer)
+    if run.trainer.batch_warmup:
+        per_step = run.micro_batches_per_step
+
+        def is_validated(micro_batches: int) -> bool:
+            step, offset = per_step.locate(micro_batches)
+            return every is not None and offset == 0 and step % every == 0
+
+        replace_step_boundaries(trainer, per_step.is_step_end, is_validated)
     return trainer
 
 
@@ -181,8 +189,10 @@ def build_summary(
         parameters: Number of parameters of a user-defined module; None: that of ``run.model``.
     """
     steps = rows[-1]["step"]
-    first = int(len(rows) * WARM_UP_FRACTION)
-    window = rows[first:]
+    # Steps of one batch size have comparable times; earlier stages of a warm-up have others.
+    last_batch = run.samples_per_step.at(steps - 1)
+    window = [row for row in rows if run.samples_per_step.at(row["step"] - 1) == last_batch]
+    window = window[int(len(window) * WARM_UP_FRACTION) :]
     metrics: dict[str, object] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if row.get(key) is not None]
@@ -202,7 +212,7 @@ def build_summary(
     return {
         "parameters": run.model.num_parameters if parameters is None else parameters,
         "steps": steps,
-        "tokens": steps * run.tokens_per_step,
+        "tokens": run.tokens_in_step.before(steps),
         "flops_per_token": run.flops_per_token if parameters is None else None,
         "global_batch": run.global_batch,
         "sequence": run.data.sequence,

@@ -223,7 +223,7 @@ class UserMetricsRecorder(MetricsRecorder):
         }
         super().flush(trainer, {**logged, **(last_row or {})})
 
-    def flops_metrics(self, seconds: float) -> Row:
+    def flops_metrics(self, tokens: int, seconds: float) -> Row:
         """No metrics: the FLOPs of a user-defined module are unknown."""
         return {}
 

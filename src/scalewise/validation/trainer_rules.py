@@ -108,6 +108,7 @@ def trainer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(
                 f"trainer.{option}", value, reason, fix or f"set trainer.{option}=null"
             )
+    yield from _batch_warmup_issues(run)
     if run.trainer.micro_batch != AUTO:
         return
     global_batch, ranks = run.trainer.global_batch, run.parallelism.data_parallel_size
@@ -128,6 +129,36 @@ def trainer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         search = f"plan.search=memory plan.fit=auto memory=none {MICRO_BATCH_KEY}=1"
         fix = f"set {MICRO_BATCH_KEY}=8, or search both with {search}"
         yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, fix)
+
+
+def _batch_warmup_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of stages that no whole micro-batches fill, and of a run that ends in one."""
+    trainer, ranks = run.trainer, run.parallelism.data_parallel_size
+    if not trainer.batch_warmup:
+        return
+    unit = ranks if trainer.micro_batch == AUTO else run.samples_per_forward
+    parts = f"{ranks} data-parallel rank{'s' * (ranks > 1)}"
+    if trainer.micro_batch != AUTO:
+        parts = f"{MICRO_BATCH_KEY}={run.micro_batch} x {parts}"
+    keys = {
+        f"trainer.batch_warmup.{name}.global_batch": stage.global_batch
+        for name, stage in trainer.sorted_batch_stages
+    }
+    for key, samples in {**keys, "trainer.global_batch": run.global_batch}.items():
+        if samples % unit:
+            reason = f"is not a multiple of {unit}: {parts}, as trainer.batch_warmup requires"
+            yield ConfigIssue(key, samples, reason, f"set {key}={ceil(samples / unit) * unit}")
+    if trainer.max_epochs is not None:
+        return  # the steps of an epoch depend on the data
+    steps, (name, last) = run.num_steps(samples=0), trainer.sorted_batch_stages[-1]
+    if last.until_step >= steps:
+        key = f"trainer.batch_warmup.{name}.until_step"
+        reason = (
+            f"must be below the {steps} steps of the run, so that its last steps have "
+            f"trainer.global_batch={run.global_batch}"
+        )
+        fix = f"set {key}={max(1, steps // 10)}, or train for longer"
+        yield ConfigIssue(key, last.until_step, reason, fix)
 
 
 def _statistics_options(run: RunConfig) -> Iterator[str]:
@@ -154,6 +185,8 @@ def schedule_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for a warmup that is as long as training."""
     trainer = run.trainer
     if run.world_size < 1 or run.micro_batch < 1 or (trainer.global_batch or 1) < 1:
+        return
+    if any(issue.key.startswith("trainer.batch_warmup") for issue in trainer.validate()):
         return
     if run.data.sequence < 1 or (trainer.max_steps is None and trainer.max_tokens is None):
         return  # the steps of an epoch depend on the data

@@ -2,6 +2,7 @@
 
 from inspect import getsource, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from fixtures.quiet_trainer import QUIET_TRAINER
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -123,6 +125,26 @@ def test_disabled_signal_broadcast_is_not_called(
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert calls == []
     assert "self._broadcast_sigterm_tensor()" in getsource(_TrainingEpochLoop.advance)
+
+
+def test_steps_end_after_any_number_of_batches(tmp_path: Path) -> None:
+    steps: list[int] = []
+    record = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: steps.append(trainer.global_step)
+    )
+    trainer = build_trainer(
+        tmp_path, callbacks=[record], val_check_interval=9, check_val_every_n_epoch=None
+    )
+    lightning.replace_step_boundaries(trainer, {1, 4, 6}.__contains__, lambda _: False)
+    trainer.fit(Module(), loader(6))
+    assert steps == [1, 1, 1, 2, 2, 3]
+    source = getsource(_TrainingEpochLoop)
+    assert "self._accumulated_batches_reached()" in source
+    assert "self._should_check_val_fx(" in source
+    assert "% self.trainer.val_check_batch == 0" in source
+    incompatible: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=object()))
+    with pytest.raises(IncompatibleLibraryError, match="_should_check_val_fx"):
+        lightning.replace_step_boundaries(incompatible, bool, bool)
 
 
 def test_data_fetcher_counts_the_batches_it_has_read(tmp_path: Path) -> None:

@@ -190,8 +190,9 @@ def test_documented_defaults_equal_a_composed_run() -> None:
     for group, name in (("optimizer", "muon"), ("hardware", "h100_8x4"), ("trainer", "default")):
         option = next(it for it in option_docs.group_doc(group).options if it.name == name)
         composed_spec = getattr(run, group)
-        assert len(option.fields) == len(dataclasses.fields(composed_spec)), (group, name)
-        for entry in option.fields:
+        own_fields = [entry for entry in option.fields if ".NAME." not in entry.key]
+        assert len(own_fields) == len(dataclasses.fields(composed_spec)), (group, name)
+        for entry in own_fields:
             value = getattr(composed_spec, entry.key.partition(".")[2])
             assert value == entry.default, entry.key
 

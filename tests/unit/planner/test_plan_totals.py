@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from fixtures.strategies import LLAMA_8B
@@ -31,6 +32,46 @@ def test_sweep_totals_count_jobs_that_may_fit(compose: Compose) -> None:
     price = plans[0].run.hardware.dollars_per_hour
     assert price is not None
     assert totals.dollars == pytest.approx(totals.seconds / 3600 * price)
+
+
+def test_totals_count_the_steps_of_a_batch_warmup_with_their_batch(compose: Compose) -> None:
+    run = (*H100, "model=llama_160m", "trainer.micro_batch=8")
+    stages = (
+        "+trainer.batch_warmup={a:{until_step:100,global_batch:8},"
+        "b:{until_step:300,global_batch:32}}"
+    )
+    plans = {
+        batch: build_plan(
+            compose(*run, f"trainer.global_batch={batch}", *extra, check_machine=False)
+        )
+        for batch, extra in ((8, ()), (32, ()), (64, (stages,)))
+    }
+    seconds = {batch: plan.step_time.seconds for batch, plan in plans.items() if plan.step_time}
+    assert seconds[8] < seconds[32] < seconds[64]
+    plan = plans[64]
+    expected = 100 * seconds[8] + 200 * seconds[32] + 700 * seconds[64]
+    totals = sum_plans([plan])
+    assert totals.seconds == pytest.approx(expected)
+    price = plan.run.hardware.dollars_per_hour
+    assert price is not None
+    assert totals.dollars == pytest.approx(expected / 3600 * price)
+    constant = build_plan(compose(*run, "trainer.global_batch=64", check_machine=False))
+    assert plan.fit == constant.fit
+    assert plan.step_time == constant.step_time
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [(1, 1), (129, 2), (384, 3), (385, 4), (704, 4), (705, 5)],  # 128 in three steps, then 320
+)
+def test_training_length_counts_the_tokens_of_each_step(
+    tokens: int, steps: int, compose: Compose
+) -> None:
+    stage = "+trainer.batch_warmup={first:{until_step:3,global_batch:4}}"
+    batch = ("trainer.global_batch=10", "trainer.micro_batch=2", "data.sequence=32")
+    run = compose(*batch, stage)
+    run = replace(run, trainer=replace(run.trainer, max_steps=None, max_tokens=tokens))
+    assert run.num_steps(samples=0) == steps
 
 
 def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:

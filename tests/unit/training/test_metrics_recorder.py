@@ -208,7 +208,7 @@ def test_mfu_counts_causal_attention_and_mfu_palm_all_pairs(compose: Composed) -
         "throughput/mfu": 6 * weights + 6 * model.layers * sequence * model.query_width,
         "throughput/mfu_palm": 6 * weights + 12 * model.layers * sequence * model.query_width,
     }
-    metrics = MetricsRecorder(run, 0, []).flops_metrics(seconds=2.0)
+    metrics = MetricsRecorder(run, 0, []).flops_metrics(run.tokens_per_step, seconds=2.0)
     for key, flops in per_token.items():
         expected = flops * run.tokens_per_step / 2.0 / run.hardware.peak_flops("bf16")
         assert metrics[key] == pytest.approx(expected), key

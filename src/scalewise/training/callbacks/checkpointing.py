@@ -57,7 +57,7 @@ class CheckpointSaver(Callback):
 
         If a validation follows, the step is saved after it, together with its loss.
         """
-        if (batch_idx + 1) % self._run.accumulation:
+        if not self._run.micro_batches_per_step.is_step_end(batch_idx + 1):
             return
         if number := STOP.poll():
             self.save(trainer)

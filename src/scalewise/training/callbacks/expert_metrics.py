@@ -29,11 +29,14 @@ class ExpertMetrics:
         if self._mixtures:
             self._counts.append(self._module.last_expert_counts)
 
-    def take_rows(self, strategy: ParallelStrategy, steps: int) -> Sequence[dict[str, float]]:
+    def take_rows(
+        self, strategy: ParallelStrategy, first: int, steps: int
+    ) -> Sequence[dict[str, float]]:
         """Metrics of the recorded steps; every rank must call it at the same step.
 
         Args:
             strategy: Strategy, which sums over ranks.
+            first: First recorded step, from 1.
             steps: Number of steps; without experts, that of empty rows.
         """
         if not self._mixtures:
@@ -61,18 +64,18 @@ class ExpertMetrics:
                 "experts/max_load": highest,
                 "experts/min_load": -lowest,
                 "experts/router_entropy": entropy / tokens,
-                **self._count_dropped(dropped / layers),
+                **self._count_dropped(dropped / layers, first + index),
             }
-            for (highest, lowest), (entropy, tokens, dropped, layers) in zip(
-                extremes_S2.tolist(), sums_S4.tolist(), strict=True
+            for index, ((highest, lowest), (entropy, tokens, dropped, layers)) in enumerate(
+                zip(extremes_S2.tolist(), sums_S4.tolist(), strict=True)
             )
         ]
 
-    def _count_dropped(self, fraction: float) -> dict[str, float]:
+    def _count_dropped(self, fraction: float, step: int) -> dict[str, float]:
         """Number of dropped pairs in a step, of their mean fraction over layers."""
         spec, run = self._mixtures[0].spec, self._module.run
         if spec.capacity_factor is None:
             return {}
-        sequences = run.tokens_per_step // run.data.sequence
-        tokens = run.tokens_per_step + sequences * run.adapter.prompt_tokens
+        tokens = run.tokens_in_step.at(step - 1)
+        tokens += tokens // run.data.sequence * run.adapter.prompt_tokens
         return {"experts/dropped": round(fraction * tokens * spec.experts_per_token * spec.layers)}

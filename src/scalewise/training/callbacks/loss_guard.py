@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.callback_config import LossGuardArgs
+from scalewise.step_counts import StepCounts
 from scalewise.training.lightning_module import TrainingModule
 from scalewise.training.step_statistics import SpikeDetector, TrainingDiverged
 
@@ -69,9 +70,14 @@ class LossGuard(LossGuardArgs, Callback):
         # Not outputs["loss"], which Lightning has divided by the accumulation.
         losses = pl_module.last_losses if isinstance(pl_module, TrainingModule) else outputs["loss"]
         self._pending.append(losses)
-        self._pending_steps.append(batch_idx // trainer.accumulate_grad_batches + 1)
+        per_step = (
+            pl_module.run.micro_batches_per_step
+            if isinstance(pl_module, TrainingModule)
+            else StepCounts(trainer.accumulate_grad_batches)
+        )
+        self._pending_steps.append(per_step.locate(batch_idx)[0] + 1)
         if getattr(pl_module, "spikes", None) is not None:
-            if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            if not per_step.is_step_end(batch_idx + 1):
                 return  # the end of the step decides whether it is skipped
             self._drop_skipped_step(pl_module)
         if len(self._pending) >= self.every:

@@ -22,7 +22,9 @@ from scalewise.training.callbacks.expert_metrics import ExpertMetrics
 from scalewise.training.lightning_module import TrainingModule
 
 PROBED_STEP = 3
-"""Step whose memory is measured; optimizer state and DDP buckets exist by then."""
+"""First step whose memory may be measured; optimizer state and DDP buckets exist by then."""
+PEAK_MICRO_BATCHES = 3
+"""Number of micro-batches of a step from which more of them do not raise the peak."""
 
 Row = dict[str, Any]
 """Metrics of one optimizer step by key."""
@@ -49,6 +51,12 @@ class MetricsRecorder(Callback):
     ) -> None:
         self.run, self.sinks, self.unpadded_fraction = run, sinks, unpadded_fraction
         self.start_step = start_step
+        self._probed_step = start_step + PROBED_STEP
+        per_step = run.micro_batches_per_step
+        for end, count in per_step.stages:
+            if count < min(per_step.final, PEAK_MICRO_BATCHES):
+                self._probed_step = max(self._probed_step, end + 1)
+        self._step, self._num_micro_batches = start_step, 0
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._rates: list[float] = []
@@ -72,9 +80,10 @@ class MetricsRecorder(Callback):
     ) -> None:
         """End the data phase, and start the memory probe at its step."""
         strategy = trainer_strategy(trainer)
-        first = max(0, self.run.accumulation - strategy.num_probed_micro_batches)
-        starts = batch_idx % self.run.accumulation == first
-        probed = trainer.global_step == self.start_step + PROBED_STEP - 1
+        accumulation = self.run.micro_batches_per_step.at(self._step)
+        first = max(0, accumulation - strategy.num_probed_micro_batches)
+        starts = self._num_micro_batches == first
+        probed = trainer.global_step == self._probed_step - 1
         if probed and starts and self._can_measure(trainer):
             optimizer = trainer.optimizers[0]
             buffers = strategy.strategy_buffers()
@@ -141,8 +150,10 @@ class MetricsRecorder(Callback):
         """Record the loss of a micro-batch and, after the last one of a step, the step."""
         losses, norm = self.get_loss_and_norm(pl_module, outputs)
         self._losses.append(losses)
-        if len(self._losses) % self.run.accumulation:
+        self._num_micro_batches += 1
+        if self._num_micro_batches < self.run.micro_batches_per_step.at(self._step):
             return
+        self._step, self._num_micro_batches = self._step + 1, 0
         self._norms.append(norm)
         spikes = getattr(pl_module, "spikes", None)
         if spikes is not None:
@@ -206,17 +217,15 @@ class MetricsRecorder(Callback):
         self._losses, self._norms, self._rates, self._skipped = [], [], [], []
         rows[-1] |= last_row or {}
         for row in rows:
-            if self._memory and row["step"] == self.start_step + PROBED_STEP:
+            if self._memory and row["step"] == self._probed_step:
                 row |= peak_rank_memory(self._memory, trainer.strategy.root_device)
         self.rows += rows
         for sink in self.sinks:
             sink(rows)
 
     def _build_rows(self, trainer: Trainer, steps: int) -> Iterator[Row]:
-        accumulation = self.run.accumulation
-        num_losses, keys = steps * accumulation, self.run.objective.metric_keys
-        losses_NK = torch.stack(self._losses[:num_losses]).float()
-        means_SK = losses_NK.view(steps, accumulation, len(keys)).mean(1)
+        keys, first = self.run.objective.metric_keys, trainer.global_step - steps + 1
+        means_SK = self._mean_losses(first, steps)
         norm_S = torch.stack([norm.to(means_SK.device) for norm in self._norms]).float()
         step_times = self.timer.drain()[-steps:]
         phases = [phase for phase in STEP_PHASES if phase in step_times[0]]
@@ -230,9 +239,8 @@ class MetricsRecorder(Callback):
             means_SK = metrics_SK[:, :-1] / dist.get_world_size()
             dist.all_reduce(means_SK, dist.ReduceOp.SUM)
             metrics_SK[:, :-1] = means_SK
-        expert_rows = self._experts.take_rows(trainer_strategy(trainer), steps)
+        expert_rows = self._experts.take_rows(trainer_strategy(trainer), first, steps)
         metrics, seconds = metrics_SK.tolist(), slowest_rank_times(seconds_SP).tolist()
-        first = trainer.global_step - steps + 1
         for index in range(steps):
             times = dict(zip(phases, seconds[index], strict=True))
             yield {
@@ -245,27 +253,35 @@ class MetricsRecorder(Callback):
                 **self._throughput_metrics(first + index, times),
             }
 
+    def _mean_losses(self, first: int, steps: int) -> torch.Tensor:
+        """Mean losses over the micro-batches of each recorded step, ``loss_SK``."""
+        per_step = self.run.micro_batches_per_step
+        counts = [per_step.at(step - 1) for step in range(first, first + steps)]
+        losses_NK = torch.stack(self._losses[: sum(counts)]).float()
+        if not per_step.stages:
+            return losses_NK.view(steps, per_step.final, losses_NK.shape[1]).mean(1)
+        return torch.stack([losses_nK.mean(0) for losses_nK in losses_NK.split(counts)])
+
     def _throughput_metrics(self, step: int, times: Mapping[str, float]) -> Row:
         run, total = self.run, sum(times.values())
+        tokens = run.tokens_in_step.at(step - 1)
         return {
-            "train/tokens": step * run.tokens_per_step,
-            "throughput/tokens_per_s": run.tokens_per_step / total,
-            "throughput/tokens_per_s_per_device": run.tokens_per_step / total / run.world_size,
-            "throughput/unpadded_tokens_per_s": run.tokens_per_step
-            * self.unpadded_fraction
-            / total,
-            **self.flops_metrics(total),
+            "train/tokens": run.tokens_in_step.before(step),
+            "throughput/tokens_per_s": tokens / total,
+            "throughput/tokens_per_s_per_device": tokens / total / run.world_size,
+            "throughput/unpadded_tokens_per_s": tokens * self.unpadded_fraction / total,
+            **self.flops_metrics(tokens, total),
             "time/step_s": total,
             **{f"time/{phase}_s": times.get(phase) for phase in STEP_PHASES},
         }
 
-    def flops_metrics(self, seconds: float) -> Row:
-        """Compute rate and model FLOPs utilization (MFU) of one device, for a step time.
+    def flops_metrics(self, tokens: int, seconds: float) -> Row:
+        """Compute rate and model FLOPs utilization (MFU) of one device, in a step of ``tokens``.
 
         MFU by both conventions: with causal attention, and with PaLM's.
         """
         run = self.run
-        flops = run.flops_per_step / run.world_size / seconds
+        flops = run.flops_per_token * tokens / run.world_size / seconds
         peak = run.hardware.peak_flops(run.precision.peak_kind)
         mfu = flops / self._device_peak_flops(peak) if peak else None
         return {

@@ -75,7 +75,9 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
         if last[f"time/{name}_s"] is not None
     ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
-    tokens = run.tokens_per_step * len(rows) / seconds
+    first, last_step = rows[0]["step"], last["step"]
+    num_tokens = run.tokens_in_step.before(last_step) - run.tokens_in_step.before(first - 1)
+    tokens = num_tokens / seconds
     rate = f"{tokens:,.0f} {'samples/s' if run.objective.is_user_defined else 'tok/s'}"
     if (unpadded := last.get("throughput/unpadded_tokens_per_s")) is not None:
         fraction = unpadded / last["throughput/tokens_per_s"]
@@ -89,10 +91,11 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
         f"{seconds / len(rows) * 1e3:.0f} ms ({' '.join(shares)})",
     ]
     if not run.objective.is_user_defined:
-        tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
+        tflops = run.flops_per_token * num_tokens / seconds / run.world_size / 1e12
         parts.insert(3, f"{tflops:.3g} TFLOP/s/device")
     if last.get("throughput/mfu") is not None:
-        mfu = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
+        flops_ratio = num_tokens / run.tokens_in_step.at(last_step - 1)
+        mfu = last["throughput/mfu"] * last["time/step_s"] * flops_ratio / seconds
         parts.insert(4, format_mfu(mfu, mfu * run.palm_to_causal_flops))
     if "val/loss" in last:
         texts = [text.format(last[key]) for key, text in VALIDATION_FORMATS.items() if key in last]

@@ -22,7 +22,7 @@ class RankProcess(Callback):
     """
 
     def __init__(self, run: RunConfig) -> None:
-        self._launch, self._accumulation = run.launch, run.accumulation
+        self._launch, self._micro_batches_per_step = run.launch, run.micro_batches_per_step
         self._is_frozen = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,7 +42,7 @@ class RankProcess(Callback):
     ) -> None:
         """Collect garbage after the first step, and every ``launch.gc_every`` steps."""
         every = self._launch.gc_every
-        if every is None or (batch_idx + 1) % self._accumulation:
+        if every is None or not self._micro_batches_per_step.is_step_end(batch_idx + 1):
             return
         if not self._is_frozen:
             gc.collect()
