@@ -83,10 +83,17 @@ def test_training_equals_a_hand_written_loop(reference_run: ReferenceRun) -> Non
     assert run.column("train/loss") == pytest.approx(losses, rel=1e-5)
 
 
-def test_first_stage_is_bitwise_the_run_with_its_batch(tmp_path: Path, shared_cache: Path) -> None:
+EXPERTS = ("model.experts=4", "model.aux_loss=0.1", "model.router_z_loss=0.01")
+
+
+@pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "experts"])
+def test_first_stage_is_bitwise_the_run_with_its_batch(
+    model: tuple[str, ...], tmp_path: Path, shared_cache: Path
+) -> None:
+    run_job = JobRunner(tmp_path, shared_cache)
+
     def train(*overrides: str) -> RunDir:
-        run_job = JobRunner(tmp_path, shared_cache)
-        return run_job("trainer.micro_batch=2", "trainer.max_steps=6", *overrides, at="x")
+        return run_job(*model, "trainer.micro_batch=2", "trainer.max_steps=6", *overrides)
 
     stage = "+trainer.batch_warmup={first:{until_step:4,global_batch:6}}"
     run = train(stage, "trainer.global_batch=10")
