@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import registry
+from scalewise.data.base import DataConfig
 from scalewise.data.input_files import combine_digests, file_digests, match_paths, sampled_digests
+from scalewise.data.remote_files import copy_inputs, is_remote
 from scalewise.data.tokenizer import tokenizer_files
 from scalewise.errors import ConfigError, ConfigIssue, DataError
 from scalewise.run_files import read_json, write_json
@@ -60,10 +62,23 @@ DIGEST_FUNCTIONS: Mapping[str, Callable[[object], list[str]]] = {
 """Function that returns the file digests of each option with input files."""
 
 
-def content_digests(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each existing input of a resolved config, by its key."""
-    digests = {key: _digest(key, _entry(values, key)) for key, _ in _input_paths(values)}
+def content_digests(values: Mapping[str, Any], *, remote: bool = True) -> dict[str, str]:
+    """Return the digest of each existing input of a resolved config, by its key.
+
+    ``remote``: whether inputs with URLs are included, by the content of their copies.
+    """
+    digests = {
+        key: _digest(key, _entry(values, key))
+        for key, paths in _input_paths(values)
+        if remote or not _has_remote(paths)
+    }
     return {key: digest for key, digest in digests.items() if digest is not None}
+
+
+def _has_remote(paths: object) -> bool:
+    if not isinstance(paths, Sequence) or isinstance(paths, str):
+        return False
+    return any(is_remote(str(path)) for path in paths)
 
 
 def _digest(key: str, group_values: Mapping[str, Any]) -> str | None:
@@ -161,7 +176,12 @@ def launch_folders(folder: Path) -> list[Path]:
 
 
 def check_data(data: object, folder: Path) -> None:
-    """Raise ``DataError`` for data files whose content differs from the run in ``folder``."""
+    """Raise ``DataError`` for data files whose content differs from the run in ``folder``.
+
+    Remote files are copied into the cache first.
+    """
+    if isinstance(data, DataConfig):
+        copy_inputs(data)
     expected_digests = recorded_digests(folder)
     values = {"data": asdict(data)} if expected_digests else {}  # type: ignore[call-overload]  # a config is a dataclass
     digests = content_digests(values)
@@ -195,7 +215,8 @@ def relocate_inputs(
         if key in new_paths:
             entry[name] = new_paths[key]
             digest = _digest(key, entry)
-            if key in expected_digests and digest != expected_digests[key]:
+            is_known = not _has_remote(new_paths[key])  # check_data copies remote files
+            if is_known and key in expected_digests and digest != expected_digests[key]:
                 reason = "no such files" if digest is None else CHANGED_CONTENT
                 issues.append(
                     ConfigIssue(key, new_paths[key], reason, f"set {key} to the same files")
@@ -230,6 +251,8 @@ def _find_moved(
 
 def _join_launch_folder(base: Path, value: object, folder: Path) -> object:
     """Return paths relative to a launch folder, also those inside the recorded one."""
+    if isinstance(value, str) and is_remote(value):
+        return value
     if isinstance(value, str):
         launch = read_json(folder / INPUTS_FILE).get("launch_folder")
         path = Path(value).expanduser()

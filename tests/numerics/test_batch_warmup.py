@@ -29,12 +29,12 @@ from scalewise.models.build import build_model
 from scalewise.objectives import IGNORED
 from scalewise.planner import peak_memory
 
-BATCHES = [12, 24, 36]
+BATCHES = [24, 48, 72]
 """Global batch size of each of three steps."""
 WARMUP = (
-    "+trainer.batch_warmup={first:{until_step:1,global_batch:12},"
-    "second:{until_step:2,global_batch:24}}",
-    "trainer.global_batch=36",
+    "+trainer.batch_warmup={first:{until_step:1,global_batch:24},"
+    "second:{until_step:2,global_batch:48}}",
+    "trainer.global_batch=72",
 )
 CI_STRATEGIES = ("ddp", "fsdp", "tensor", "context", "pipeline_one_f_one_b", "deepspeed_zero2")
 

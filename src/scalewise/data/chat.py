@@ -9,8 +9,10 @@ from typing import ClassVar
 from scalewise.data.base import TokenizedDataConfig
 from scalewise.data.input_files import path_issues
 from scalewise.data.record_files import CHAT_SUFFIXES
+from scalewise.data.remote_files import is_remote
 from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue
+from scalewise.redaction import redact
 from scalewise.registry import register_option
 
 
@@ -147,6 +149,9 @@ class CaptionData(ChatData):
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an invalid image size, and the issues of ``ChatData``."""
         yield from super().validate()
+        for path in filter(is_remote, self.paths):
+            reason = "is remote, and images are files next to the file with their captions"
+            yield ConfigIssue("data.paths", redact(path), reason, "copy the folder to a local path")
         yield from self.non_positive_issues("image_size")
         if self.packing:
             reason = "is not supported with images: each caption has its own image"

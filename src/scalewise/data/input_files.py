@@ -13,6 +13,7 @@ from pathlib import Path
 from scalewise import regular_files
 from scalewise.data.build_cache import build_cached
 from scalewise.data.compressed_files import COMPRESSED_SUFFIXES
+from scalewise.data.remote_files import copied_files, is_remote, remote_name, url_issues
 from scalewise.data.text_files import PLAIN_SUFFIXES
 from scalewise.errors import ConfigIssue, DataError
 from scalewise.typed_override import format_override
@@ -38,14 +39,24 @@ def file_suffix(path: Path) -> str:
 def match_paths(patterns: Sequence[str]) -> list[Path]:
     """Return the files that match paths and glob patterns, each file once, sorted by path.
 
+    Files of URLs come last, as the copies that ``remote_files.copy_inputs`` has made.
     An existing path component is taken literally before it is tried as a pattern. Symbolic links
     are followed; a file with several names is listed under the first of them.
     """
     files: dict[str, Path] = {}
-    for name in sorted({name for pattern in patterns for name in _expand_pattern(pattern)}):
+    local_patterns = [pattern for pattern in patterns if not is_remote(pattern)]
+    for name in sorted({name for pattern in local_patterns for name in _expand_pattern(pattern)}):
         if os.path.isfile(name):
             files.setdefault(os.path.realpath(name), Path(name))
-    return sorted(files.values(), key=str)
+    urls = (pattern for pattern in patterns if is_remote(pattern))
+    copies = [copy for url in urls for copy in copied_files(url)]
+    return list(dict.fromkeys([*sorted(files.values(), key=str), *copies]))
+
+
+def match_names(patterns: Sequence[str]) -> list[Path]:
+    """Return the files that match local patterns, and the file names in URLs, without network."""
+    local_patterns = [pattern for pattern in patterns if not is_remote(pattern)]
+    return match_paths(local_patterns) + [remote_name(it) for it in patterns if is_remote(it)]
 
 
 def _expand_pattern(pattern: str) -> Iterator[str]:
@@ -123,7 +134,10 @@ def path_issues(
 ) -> Iterator[ConfigIssue]:
     """Yield an issue for each pattern without a file and each file with an unknown suffix."""
     for pattern in patterns:
-        files = match_paths([pattern])
+        if is_remote(pattern) and (issues := [*url_issues(key, pattern)]):
+            yield from issues
+            continue
+        files = match_names([pattern])
         if not files:
             reason, suggestion = _missing_reason(Path(pattern).expanduser(), suffixes, example)
             yield ConfigIssue(key, pattern, reason, f"set {_paths_override(key, suggestion)}")

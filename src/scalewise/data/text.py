@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from scalewise.data.base import DataConfig, TokenizedDataConfig
-from scalewise.data.input_files import file_suffix, match_paths, path_issues
+from scalewise.data.input_files import file_suffix, match_names, path_issues
 from scalewise.data.record_files import RECORD_SUFFIXES
 from scalewise.data.text_files import PLAIN_SUFFIXES
 from scalewise.data.tokenizer import END_OF_TEXT
@@ -36,8 +36,8 @@ class TextData(TokenizedDataConfig):
     sequence: int = 256
     """Sequence length, in tokens."""
     paths: tuple[str, ...] = ()
-    """Glob patterns of plain text, .jsonl and .parquet files, relative to the working directory;
-    text and .jsonl may be compressed."""
+    """Glob patterns of plain text, .jsonl and .parquet files, relative to the working directory, or
+    URLs; text and .jsonl may be compressed."""
     field: str | None = None
     """Field of .jsonl and .parquet files with the text."""
     tokenizer: str | None = None
@@ -63,7 +63,7 @@ class TextData(TokenizedDataConfig):
         yield from path_issues(
             "data.paths", self.paths, PLAIN_SUFFIXES | RECORD_SUFFIXES, "my/*.txt"
         )
-        records = [path for path in match_paths(self.paths) if file_suffix(path) in RECORD_SUFFIXES]
+        records = [path for path in match_names(self.paths) if file_suffix(path) in RECORD_SUFFIXES]
         if records and not self.field:
             reason = f"{records[0]} contains records, whose text field is not set"
             yield ConfigIssue("data.field", "null", reason, "set data.field=text")
@@ -136,7 +136,8 @@ class PretokenizedData(DataConfig):
     sequence: int = 256
     """Sequence length, in tokens."""
     paths: tuple[str, ...] = ()
-    """Glob patterns of training shards: .bin (flat, little-endian, no header) and 1-D .npy."""
+    """Glob patterns or URLs of training shards: .bin (flat, little-endian, no header) and 1-D
+    .npy."""
     validation_paths: tuple[str, ...] = ()
     """Glob patterns of validation shards; empty: no validation."""
     dtype: TokenDtype = TokenDtype.uint16

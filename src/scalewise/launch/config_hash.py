@@ -84,10 +84,11 @@ def config_hash(run: RunConfig) -> str:
     """Config hash of a run, as 16 hexadecimal digits.
 
     Covers the device kind of ``hardware``, a path in ``resume``, and the content of input files
-    (texts, tokens, tokenizer, weights) but not their location.
+    (texts, tokens, tokenizer, weights) but not their location. Of remote files it covers the URLs,
+    since their content is known after they are copied.
     """
     values = run.as_dict()
-    return _hash_values(values, inputs.content_digests(values))
+    return _hash_values(values, inputs.content_digests(values, remote=False))
 
 
 def hash_of_folder(folder: Path) -> str | None:

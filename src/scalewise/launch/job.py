@@ -18,6 +18,7 @@ from scalewise import atomic, inputs
 from scalewise.callback_config import is_builtin
 from scalewise.checkpoints import manifest
 from scalewise.data.prepare import prepare_splits
+from scalewise.data.remote_files import copy_inputs
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
 from scalewise.launch import (
@@ -145,6 +146,7 @@ def prepare_job(job_spec: JobSpec) -> int:
         # The length of its data loaders is unknown here.
         steps = run.trainer.max_steps or sys.maxsize
     else:
+        copy_inputs(run.data)
         splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
         steps = run.num_steps(len(splits.train))
     return steps
