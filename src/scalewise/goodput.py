@@ -52,6 +52,10 @@ class AttemptProgress:
     """Time of its validations."""
     checkpoint_s: float
     """Time in which training waited for checkpoints."""
+    first_batch_steps: float = 0.0
+    """Number of steps with the batch of the first one; 0: all, in lines of earlier versions."""
+    first_batch_s: float = 0.0
+    """Time of these steps."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,13 @@ def _parse_progress(line: str) -> AttemptProgress | None:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    names = [field.name for field in fields(AttemptProgress)]
-    if not isinstance(values, dict) or not all(_is_number(values.get(name)) for name in names):
+    if not isinstance(values, dict):
         return None
-    return AttemptProgress(**{name: float(values[name]) for name in names})
+    defaults = {it.name: it.default for it in fields(AttemptProgress)}
+    numbers = {name: values.get(name, default) for name, default in defaults.items()}
+    if not all(map(_is_number, numbers.values())):
+        return None
+    return AttemptProgress(**{name: float(number) for name, number in numbers.items()})
 
 
 def _is_number(value: object) -> bool:
@@ -142,11 +149,13 @@ def compute_goodput(attempts: Sequence[Sequence[AttemptProgress]]) -> Goodput | 
 
 
 def _first_step_excess(last: AttemptProgress) -> float:
-    """Time of the first step beyond the mean of the others; 0 if there are none."""
-    others = last.step - last.start_step - 1
-    if others < 1:
+    """Time of the first step beyond the mean of others with its batch; 0 if there are none."""
+    steps, seconds = last.first_batch_steps, last.first_batch_s
+    if not steps:
+        steps, seconds = last.step - last.start_step, last.steps_s
+    if steps < 2:
         return 0.0
-    return max(0.0, last.first_step_s - (last.steps_s - last.first_step_s) / others)
+    return max(0.0, last.first_step_s - (seconds - last.first_step_s) / (steps - 1))
 
 
 def _time_at(lines: Iterable[AttemptProgress], step: float, excess: float) -> float:

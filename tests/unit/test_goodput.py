@@ -50,6 +50,17 @@ SECOND = AttemptProgress(
 )
 
 
+def test_first_step_is_compared_with_steps_of_its_batch() -> None:
+    """Four steps of 10, 1, 1 and 1 s, then six with a larger batch, of 4 s each."""
+    line = replace(FIRST, step=10, steps_s=37.0, recorded=1060.0)
+    with_stages = replace(line, first_batch_steps=4, first_batch_s=13.0)
+    for attempt, expected in ((line, 10 - 27 / 9), (with_stages, 9.0)):
+        goodput = compute_goodput([[attempt]])
+        assert goodput is not None
+        assert goodput.lost_s["first_step"] == pytest.approx(expected)
+        assert goodput.useful_s == pytest.approx(37 - expected)
+
+
 def test_goodput_of_two_attempts() -> None:
     goodput = compute_goodput([FIRST_LINES, [SECOND]])
     assert goodput is not None

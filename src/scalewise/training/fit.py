@@ -76,7 +76,7 @@ def fit_run(
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
             sources=splits.validation_sources,
         )
-        attempts = AttemptRecorder(folder, resume, start)
+        attempts = AttemptRecorder(folder, resume, start, run.samples_per_step)
         recorder.sinks += [file.append, session.log, terminal, attempts]
         first_callbacks.append(attempts)
     loaders = _build_loaders(run, splits, rank_info, steps, start)

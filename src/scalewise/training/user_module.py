@@ -64,7 +64,9 @@ def fit_user_module(
     start = manifest.step_of(resume) if resume else 0
     files: list[MetricsFile] = []
     terminals: list[ProgressDisplay] = []
-    attempts = [AttemptRecorder(folder, resume, start)] if rank_info.rank == 0 else []
+    attempts: list[AttemptRecorder] = []
+    if rank_info.rank == 0:
+        attempts = [AttemptRecorder(folder, resume, start, run.samples_per_step)]
 
     def open_outputs(run: RunConfig, steps: int) -> None:
         """Write the plan and open the sinks, on rank 0; steps and micro-batch size are known."""

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from scalewise import goodput
 from scalewise.goodput import ATTEMPTS_FILE, AttemptProgress
 from scalewise.run_files import copy_file, read_json
+from scalewise.step_counts import StepCounts
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
 from scalewise.training.callbacks.metrics_recorder import Row
 
@@ -22,9 +23,14 @@ class AttemptRecorder(Callback):
         folder: Run folder.
         resume: Checkpoint from which the attempt resumes; the attempts at its run come first.
         start_step: Step of that checkpoint; 0: from scratch.
+        samples_per_step: Global batch size of each step.
     """
 
-    def __init__(self, folder: Path, resume: Path | None, start_step: int) -> None:
+    def __init__(
+        self, folder: Path, resume: Path | None, start_step: int, samples_per_step: StepCounts
+    ) -> None:
+        self._samples_per_step = samples_per_step
+        self._num_first_batch, self._first_batch_s = 0, 0.0
         self._folder, self._start_step, self._step = folder, start_step, start_step
         self._started = self._trained = time.time()
         if not (folder / ATTEMPTS_FILE).exists():
@@ -64,6 +70,11 @@ class AttemptRecorder(Callback):
         """Add the steps of a log interval and record the progress."""
         if self._step == self._start_step:
             self._first_step_s = rows[0]["time/step_s"]
+        first_batch = self._samples_per_step.at(self._start_step)
+        for row in rows:
+            if self._samples_per_step.at(row["step"] - 1) == first_batch:
+                self._num_first_batch += 1
+                self._first_batch_s += row["time/step_s"]
         self._step = rows[-1]["step"]
         self._steps_s += sum(row["time/step_s"] for row in rows)
         self.write()
@@ -82,6 +93,8 @@ class AttemptRecorder(Callback):
             first_step_s=self._first_step_s,
             validation_s=self._validation_s,
             checkpoint_s=self._saver.seconds if self._saver else 0.0,
+            first_batch_steps=self._num_first_batch,
+            first_batch_s=self._first_batch_s,
         )
         goodput.append_progress(self._folder, progress)
 
