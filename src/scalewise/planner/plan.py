@@ -82,19 +82,29 @@ class Plan:
 
     def seconds_for_steps(self, steps: int) -> float | None:
         """Return the time of the first ``steps`` optimizer steps, in seconds."""
-        if self.step_time is None:
-            return None
-        stages = self.run.samples_per_step.iter_stages(steps)
-        return sum(count * self.stage_seconds[samples] for _, count, samples in stages)
+        stages = [*self._stage_rates(steps)]
+        return sum(tokens / rate for tokens, rate in stages) if self.step_time else None
+
+    def dollars_for_steps(self, steps: int) -> float | None:
+        """Return the price of the first ``steps`` optimizer steps, in US dollars."""
+        stages = [*self._stage_rates(steps)]
+        prices = [
+            price * tokens / 1e9
+            for tokens, rate in stages
+            if (price := dollars_per_billion_tokens(self.run, rate)) is not None
+        ]
+        return sum(prices) if prices else None
+
+    def _stage_rates(self, steps: int) -> Iterator[tuple[int, float]]:
+        """Yield the tokens of each stage of a run, and its throughput in tokens/s."""
+        for first, count, samples in self.run.samples_per_step.iter_stages(steps):
+            tokens = self.run.tokens_in_step.at(first)
+            if (seconds := self.stage_seconds.get(samples)) is not None:
+                yield count * tokens, tokens / seconds
 
     def seconds_for(self, tokens: float) -> float | None:
         """Return the training time for ``tokens`` after any warm-up, in seconds."""
         return None if self.tokens_per_s is None else tokens / self.tokens_per_s
-
-    def dollars_for_seconds(self, seconds: float) -> float | None:
-        """Return the price of ``seconds`` on all devices, in US dollars."""
-        dollars_per_hour = self.run.hardware.dollars_per_hour
-        return self._device_hours(seconds) * dollars_per_hour if dollars_per_hour else None
 
     def dollars_for(self, tokens: float) -> float | None:
         """Return the price of training on ``tokens``, in US dollars."""
@@ -194,9 +204,8 @@ def sum_plans(plans: Sequence[Plan]) -> SweepTotals:
     """Totals over the plans of a sweep."""
     fitting = [plan for plan in plans if not plan.fit.status.is_out_of_memory]
     timed = [(plan, time) for plan in fitting if (time := training_seconds(plan)) is not None]
-    prices = [
-        price for plan, time in timed if (price := plan.dollars_for_seconds(time)) is not None
-    ]
+    totals = [plan.dollars_for_steps(plan.run.num_steps(samples=0)) for plan, _ in timed]
+    prices = [price for price in totals if price is not None]
     return SweepTotals(
         len(plans),
         len(plans) - len(fitting),
