@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from scalewise.compat.torch import has_no_values
 from scalewise.compat.torch_distributed import all_to_all, fsdp_placement
-from scalewise.models.decoder.moe import ExpertMatrices, RowMap, find_mixtures, permute_rows
+from scalewise.models.decoder.expert_rows import permute_rows
+from scalewise.models.decoder.moe import ExpertMatrices, RowMap, find_mixtures
 
 
 def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:

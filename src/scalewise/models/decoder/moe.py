@@ -8,13 +8,19 @@ expert: N K without capacity, else E C, of which each expert has C, some of them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.expert_rows import (
+    add_gradient,
+    scale_gradient,
+    sort_by_expert,
+    sum_by_token,
+)
 from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.grouped_mm import grouped_mm
 from scalewise.models.init import local_tensor
@@ -90,7 +96,7 @@ class MixtureOfExperts(nn.Module):
         is_training = self.training and torch.is_grad_enabled()
         if is_training and (spec.aux_loss or spec.router_z_loss):
             loss = self._router_loss(logits_BTE, scores_BTE, experts_BTK)
-            weights_BTK = _apply(_AddGradient, weights_BTK, loss)
+            weights_BTK = add_gradient(weights_BTK, loss)
         sorted_R, order_R = experts_BTK.flatten().sort(stable=True)
         num_experts = spec.routed_experts
         ends_E = torch.searchsorted(
@@ -243,14 +249,14 @@ class Experts(nn.Module):
             receive(
                 self.down(
                     self._hidden(
-                        send(_apply(_SortByExpert, x_NW, order_R, inverse_NK, is_limited)), ends
+                        send(sort_by_expert(x_NW, order_R, inverse_NK, is_limited=is_limited)), ends
                     ),
                     ends,
                 )
             ),
             routing.weights,
         )
-        return _apply(_SumByToken, y_RW, order_R, inverse_NK, is_limited)
+        return sum_by_token(y_RW, order_R, inverse_NK, is_limited=is_limited)
 
     def _hidden(self, x_RW: Tensor, ends_E: Tensor) -> Tensor:
         hidden_RF: Tensor = F.silu(self.gate(x_RW, ends_E)) * self.up(x_RW, ends_E)
@@ -273,12 +279,8 @@ class ExpertMatrices(nn.Module):
             x_RI = x_RI.to(torch.get_autocast_dtype(device))
         weight_EOI = local_tensor(self.weight).to(x_RI.dtype).unflatten(0, (-1, self.out_features))
         if self.gradient_scale != 1:
-            weight_EOI = _apply(_ScaleGradient, weight_EOI, self.gradient_scale)
+            weight_EOI = scale_gradient(weight_EOI, self.gradient_scale)
         return grouped_mm(x_RI, weight_EOI, ends_E)
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Tensor | float) -> Tensor:
-    return cast(Tensor, function.apply(*arguments))
 
 
 def _keep(x_RW: Tensor) -> Tensor:
@@ -287,99 +289,3 @@ def _keep(x_RW: Tensor) -> Tensor:
 
 def _weigh(y_RW: Tensor, weights_R: Tensor) -> Tensor:
     return y_RW * weights_R[:, None].to(y_RW.dtype)
-
-
-class _SortByExpert(torch.autograd.Function):
-    """Rows of tokens in the order of experts: ``x_NW -> x_RW``; no atomic additions.
-
-    ``is_limited``: whether assignments are dropped, whose row in ``inverse_NK`` is -1.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor, is_limited: bool
-    ) -> Tensor:
-        ctx.save_for_backward(inverse_NK)
-        ctx.is_limited = is_limited
-        return _gather_rows(x_NW, order_R, inverse_NK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse_NK,) = ctx.saved_tensors
-        return _sum_rows(grad_RW, inverse_NK, is_limited=ctx.is_limited), None, None, None
-
-
-def permute_rows(x_RW: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Rows ``order_R`` of ``x_RW``; ``inverse_R``: the inverse permutation."""
-    return _apply(_PermuteRows, x_RW, order_R, inverse_R)
-
-
-class _PermuteRows(torch.autograd.Function):
-    """Rows in another order, without atomic additions in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RW: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return x_RW.index_select(0, order_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RW.index_select(0, inverse_R), None, None
-
-
-class _SumByToken(torch.autograd.Function):
-    """Sum of the rows of each token: ``y_RW -> y_NW``, the transpose of ``_SortByExpert``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y_RW: Tensor, order_R: Tensor, inverse_NK: Tensor, is_limited: bool
-    ) -> Tensor:
-        ctx.save_for_backward(order_R, inverse_NK)
-        return _sum_rows(y_RW, inverse_NK, is_limited=is_limited)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_rows(grad_NW, *ctx.saved_tensors), None, None, None
-
-
-def _gather_rows(x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
-    return x_NW.index_select(0, order_R // inverse_NK.shape[1])
-
-
-def _sum_rows(y_RW: Tensor, inverse_NK: Tensor, *, is_limited: bool) -> Tensor:
-    rows_A = inverse_NK.flatten()
-    rows_A = rows_A.clamp(min=0) if is_limited else rows_A
-    y_NKW = y_RW.index_select(0, rows_A).view(*inverse_NK.shape, -1)
-    if is_limited:
-        y_NKW.masked_fill_((inverse_NK < 0)[..., None], 0)
-    return y_NKW.sum(1, dtype=y_RW.dtype)  # autocast on CUDA would return fp32
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies the gradient by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None
-
-
-class _AddGradient(torch.autograd.Function):
-    """Identity of ``x`` whose backward also starts the backward pass of a scalar ``loss``.
-
-    The gradient of the loss needs no value of it, so that it works in pipeline stages and in
-    recomputed blocks; ``loss`` contains all factors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones((), dtype=torch.float32, device=grad.device)

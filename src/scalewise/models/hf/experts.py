@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from scalewise.compat.hugging_face import apply_expert_gate
 from scalewise.models.autocast import compute_dtype
-from scalewise.models.decoder.moe import permute_rows
+from scalewise.models.decoder.expert_rows import permute_rows
 from scalewise.models.grouped_mm import grouped_mm
 
 IMPLEMENTATION = "scalewise"

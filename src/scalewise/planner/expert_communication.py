@@ -1,0 +1,82 @@
+"""Collectives of mixtures of experts in one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import Residual
+from scalewise.models.op_graph import Recompute
+from scalewise.parallelism.collective import Collective, CollectiveKind
+from scalewise.planner.rank_partition import RankPartition
+
+INT32_BYTES, INT64_BYTES = 4, 8
+
+
+def expert_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """All-to-alls of tokens to their experts and back, of their gradients, and of their numbers.
+
+    The load is balanced. Full activation checkpointing repeats those of forward. Biases that
+    balance experts need the load of the global batch.
+    """
+    model, mesh, axes = partition.run.model, partition.mesh, ("expert",)
+    if not isinstance(model, DecoderConfig) or not model.experts:
+        return
+    for group in (("replicate",), ("shards", "context")):
+        size = partition.num_layers * model.routed_experts * INT64_BYTES
+        ranks = prod(mesh.sizes[axis] for axis in group)
+        count = int(model.balance_rate > 0 and ranks > 1)
+        yield Collective(CollectiveKind.all_reduce, group, size, count, "load of experts")
+    if mesh.expert == 1:
+        return
+    layers = partition.num_layers * partition.forward_passes
+    recomputed = {
+        kind: count * partition.forward_passes
+        for kind, count in partition.recomputed_layers.items()
+    }
+    tokens = partition.sequences * partition.tokens_per_sequence
+    row_bytes = model.width * partition.activation_element_bytes
+    capacity = model.expert_capacity(tokens)
+    rows = tokens * model.experts_per_token if capacity is None else model.routed_experts * capacity
+    yield Collective(
+        CollectiveKind.all_to_all,
+        axes,
+        rows * row_bytes,
+        4 * layers
+        + 2 * recomputed.get(Recompute.full, 0)
+        - partition.forward_passes * _frozen_exchanges(partition, model),
+        "tokens of experts and their gradients",
+    )
+    size = model.routed_experts * INT32_BYTES
+    counts = (layers + sum(recomputed.values())) * (capacity is None)
+    yield Collective(CollectiveKind.all_to_all, axes, size, counts, "number of tokens per expert")
+
+
+def _frozen_exchanges(partition: RankPartition, model: DecoderConfig) -> int:
+    """Return the all-to-alls of gradients that experts of the first block do not need.
+
+    Before all trained weights, their input has no gradient; nor has their output, unless one of
+    their matrices is trained.
+    """
+    run, changed = partition.run, changed_modules(partition)
+    if not (partition.has_embedding and run.has_frozen_weights) or partition.trains_embedding:
+        return 0
+    before = {
+        Residual.sequential: ("attention", "feedforward_norm"),
+        Residual.parallel: ("feedforward_norm",),
+        Residual.parallel_one_norm: ("attention_norm",),
+    }[model.residual]
+    if run.adapter.prefix_tokens or any(name.startswith(before) for name in changed):
+        return 0
+    return 1 + changed.isdisjoint(model.expert_layers)
+
+
+def changed_modules(partition: RankPartition) -> set[str]:
+    """Return the modules of a block that the adapter adapts, scales or trains in full."""
+    adapter, model = partition.run.adapter, partition.run.model
+    return {
+        *adapter.adapted_layers(model),
+        *adapter.scaled_layers(model),
+        *adapter.fully_trained_modules(model),
+    }
