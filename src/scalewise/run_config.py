@@ -237,10 +237,11 @@ class RunConfig:
     def sequence_loss_weight(self) -> float:
         """Weight of one sequence in losses inside of the model, such as those of routers.
 
-        They are averaged over the sequences of the global batch; gradients over ranks.
+        They are averaged over the sequences of the global batch; gradients over ranks. Each context
+        rank has the mean over its tokens, of which the average over these ranks is that of all.
         """
         sequences = self.global_batch * self.sequences_per_sample
-        return self.parallelism.gradient_averaging_size / sequences
+        return self.parallelism.data_parallel_size / sequences
 
     @property
     def computes_loss_gradients_in_forward(self) -> bool:
