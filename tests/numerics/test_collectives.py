@@ -273,6 +273,47 @@ def test_collectives_of_expert_parallelism_equal_prediction(
     assert token_bytes["actual"] == pytest.approx(token_bytes["expected"], rel=0.2)
 
 
+TENSOR_EXPERT_OPTIONS = RECOMPUTE_OPTIONS | {"dense_layers": ("model.dense_layers=1",)}
+TENSOR_EXPERT_CASES = [
+    (STRATEGIES[strategy], TENSOR_EXPERT_OPTIONS[option], shared_experts)
+    for strategy in ("tensor", "tensor_no_sequence_parallel", "shard_tensor", "pipeline_tensor")
+    for option in ("none", "full", "selective", "loss", "dense_layers")
+    for shared_experts in (0, 1)
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "shared_experts"),
+    [
+        pytest.param(*case, marks=() if case == TENSOR_EXPERT_CASES[1] else pytest.mark.exhaustive)
+        for case in TENSOR_EXPERT_CASES
+    ],
+)
+def test_collectives_of_tensor_parallel_experts_equal_prediction(
+    strategy: tuple[str, ...],
+    options: tuple[str, ...],
+    shared_experts: int,
+    tmp_path: Path,
+    shared_cache: Path,
+) -> None:
+    overrides = (
+        *TINY_DECODER,
+        *THIRD_STEP,
+        *LLAMA,
+        *EXPERTS,
+        *strategy,
+        *options,
+        f"model.shared_experts={shared_experts}",
+        "model.balance_rate=0.01",
+        "trainer.micro_batch=4",
+    )
+    run = compose(overrides)
+    folder = JobRunner(tmp_path, shared_cache).without_defaults(*overrides)
+    for rank in range(run.world_size):
+        expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
+        assert actual == expected, f"rank {rank}"
+
+
 @pytest.mark.parametrize(
     ("family", "strategy", "option"),
     [

@@ -188,6 +188,8 @@ def test_balance_moves_biases_toward_the_mean_load() -> None:
 
 WITH_EXPERTS = ("model.experts=4", "model.expert_dim=16", "model.shared_experts=1")
 LOSSES = ("model.aux_loss=0.1", "model.router_z_loss=0.01", "model.balance_rate=0.01")
+PER_TOKEN_LOSSES = LOSSES[1:]
+"""Losses that need no whole sequence, of which context ranks have a part."""
 EXHAUSTIVE = pytest.mark.exhaustive
 EQUAL_STRATEGIES = {
     "ddp": (STRATEGIES["ddp"], 2, LOSSES),
@@ -197,12 +199,12 @@ EQUAL_STRATEGIES = {
     "pipeline_shards": (mesh(pipeline=2, shards=2), 2, LOSSES),
     "zero_bubble": (STRATEGIES["pipeline_zbv_zero_bubble"], 4, LOSSES),
     "checkpointing": (("parallelism=fsdp", "memory=checkpoint_full"), 2, LOSSES),
-    "context": (STRATEGIES["context"], 4, ()),
+    "context": (STRATEGIES["context"], 4, PER_TOKEN_LOSSES),
     "expert": (mesh(shards=2, expert=2), 2, LOSSES),
     "expert_shards": (mesh(shards=4, expert=2), 1, LOSSES),
     "expert_replicate": (mesh(replicate=2, shards=2, expert=2), 1, LOSSES),
     "expert_hsdp": (mesh(replicate=2, shards=2, context=2, expert=2), 1, ()),
-    "expert_context": (mesh(context=2, expert=2), 4, ()),
+    "expert_context": (mesh(context=2, expert=2), 4, PER_TOKEN_LOSSES),
     "expert_shards_context": (mesh(shards=2, context=2, expert=4), 2, ()),
     "expert_pipeline": (mesh(pipeline=2, shards=2, expert=2), 2, LOSSES),
     "expert_zero_bubble": (
@@ -215,6 +217,32 @@ EQUAL_STRATEGIES = {
     "expert_checkpointing": ((*mesh(shards=2, expert=2), "memory=checkpoint_full"), 2, LOSSES),
     "expert_selective": ((*mesh(shards=2, expert=2), "memory=checkpoint_selective"), 2, LOSSES),
     "expert_compile": ((*mesh(shards=2, expert=2), "compile=block"), 2, LOSSES),
+    "tensor": (STRATEGIES["tensor"], 4, LOSSES),
+    "tensor_no_sequence_parallel": (STRATEGIES["tensor_no_sequence_parallel"], 4, LOSSES),
+    "tensor_checkpointing": ((*STRATEGIES["tensor"], "memory=checkpoint_full"), 4, LOSSES),
+    "tensor_selective": ((*STRATEGIES["tensor"], "memory=checkpoint_selective"), 4, LOSSES),
+    "tensor_shards": (mesh(shards=2, tensor=2), 2, LOSSES),
+    "tensor_replicate": (mesh(replicate=2, tensor=2), 2, LOSSES),
+    "tensor_hsdp": (mesh(replicate=2, shards=2, tensor=2), 1, LOSSES),
+    "tensor_zero1": ((*mesh(shards=2, tensor=2), "parallelism.shard=optimizer"), 2, LOSSES),
+    "tensor_offload": ((*mesh(shards=2, tensor=2), "parallelism.cpu_offload=true"), 2, LOSSES),
+    "tensor_context": (mesh(context=2, tensor=2), 4, PER_TOKEN_LOSSES),
+    "tensor_dense_layers": (
+        mesh(shards=2, tensor=2),
+        2,
+        (*LOSSES, "model.dense_layers=1", "model.shared_experts=0"),
+    ),
+    "tensor_capacity": (
+        mesh(shards=2, tensor=2),
+        6,
+        (*LOSSES, "model.capacity_factor=0.5"),
+    ),
+    "tensor_pipeline": (mesh(pipeline=2, tensor=2), 4, LOSSES),
+    "tensor_zero_bubble": (
+        (*mesh(pipeline=2, tensor=2), "parallelism.pipeline_schedule=zbv_zero_bubble"),
+        4,
+        LOSSES,
+    ),
     "deepspeed_zero2": (STRATEGIES["deepspeed_zero2"], 2, ()),
     "deepspeed_zero3": (STRATEGIES["deepspeed_zero3"], 2, ()),
 }
@@ -248,8 +276,11 @@ def test_experts_under_a_strategy_equal_one_device(
         assert run.column(key) == pytest.approx(reference.column(key), rel=1e-4), key
 
 
+LARGE_EXPERTS = ("model.expert_dim=512", "model.feedforward=512")
+"""Experts whose weights and gradients need more memory than the activations."""
 ONE_DEVICE = ("trainer.micro_batch=12",)
 ON_TWO_RANKS = (*mesh(shards=2, expert=2), "trainer.micro_batch=3")
+TENSOR_SHARDS = (*mesh(shards=2, tensor=2), "trainer.micro_batch=6")
 ON_FOUR_RANKS = (*mesh(shards=4, expert=2), "trainer.micro_batch=3")
 
 
@@ -262,6 +293,10 @@ ON_FOUR_RANKS = (*mesh(shards=4, expert=2), "trainer.micro_batch=3")
         (ONE_DEVICE, (*STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=2")),
         (ONE_DEVICE, ON_FOUR_RANKS),
         (ON_FOUR_RANKS, ONE_DEVICE),
+        (ONE_DEVICE, (*STRATEGIES["tensor"], "trainer.micro_batch=4")),
+        ((*STRATEGIES["tensor"], "trainer.micro_batch=4"), ONE_DEVICE),
+        (TENSOR_SHARDS, ONE_DEVICE),
+        (ON_FOUR_RANKS, TENSOR_SHARDS),
         (ON_FOUR_RANKS, ON_TWO_RANKS),
         (ON_TWO_RANKS, (*mesh(pipeline=2, shards=2), "trainer.micro_batch=2")),
     ],
@@ -300,6 +335,24 @@ def test_checkpoints_with_experts_resume_under_another_strategy(
         pytest.param(("memory=checkpoint_selective",), marks=EXHAUSTIVE),
         pytest.param(("precision=bf16_mixed",), marks=EXHAUSTIVE),
         pytest.param(("adapter=lora",), marks=EXHAUSTIVE),
+        ("parallelism=tensor",),
+        *(
+            pytest.param(overrides, marks=EXHAUSTIVE)
+            for overrides in (
+                ("parallelism=tensor", "precision=bf16_mixed"),
+                ("parallelism=tensor", "memory=checkpoint_full"),
+                ("parallelism=tensor", "memory=checkpoint_selective"),
+                ("parallelism=tensor", "parallelism.sequence_parallel=false"),
+                ("parallelism=tensor", *LARGE_EXPERTS),
+                mesh(shards=2, tensor=2),
+                (*mesh(shards=2, tensor=2), *LARGE_EXPERTS),
+                (*mesh(shards=2, tensor=2), *LARGE_EXPERTS, "precision=bf16_mixed"),
+                mesh(replicate=2, tensor=2),
+                mesh(pipeline=2, tensor=2),
+                ("parallelism=tensor", "model.dense_layers=1"),
+                (*mesh(shards=2, tensor=2), *LARGE_EXPERTS, "model.dense_layers=1"),
+            )
+        ),
     ],
     ids=" ".join,
 )

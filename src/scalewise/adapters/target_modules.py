@@ -15,6 +15,7 @@ DEFAULT = "default"
 """PEFT's default adapter name."""
 TARGETS_KEY = "adapter.targets"
 TRAINED_KEY = "adapter.trained"
+LINEAR_STYLES = (TPStyle.column, TPStyle.row, TPStyle.partial_row)
 
 
 def linear_layers(model: ModelConfig) -> tuple[str, ...]:
@@ -22,7 +23,7 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
     return tuple(
         name.removeprefix("blocks.*.")
         for name, tp_style in model.tensor_parallel_styles().items()
-        if name.startswith("blocks.*.") and tp_style in (TPStyle.column, TPStyle.row)
+        if name.startswith("blocks.*.") and tp_style in LINEAR_STYLES
     )
 
 

@@ -46,6 +46,7 @@ from scalewise.checkpoints.manifest import (
     fingerprints,
     verify_checkpoint,
 )
+from scalewise.checkpoints.strided_shards import allocate_contiguous_rows, copy_strided_rows
 from scalewise.errors import CheckpointError
 from scalewise.models.init import local_tensor
 from scalewise.run_files import write_json
@@ -260,10 +261,13 @@ def read_into(path: Path, part: str, destination: Mapping[str, Tensor]) -> None:
             raise CheckpointError.for_key("resume", path, reason, fix)
     try:
         reader = HuggingFaceStorageReader(str(path / part))
+        buffers = allocate_contiguous_rows(destination)
         with _local_planner():
-            state_dict_loader.load({**destination}, storage_reader=reader, no_dist=True)
+            state_dict_loader.load({**destination, **buffers}, storage_reader=reader, no_dist=True)
     except (CheckpointException, SafetensorError, OSError) as error:
         raise _read_error(path, part, error) from error
+    for name, rows in buffers.items():
+        copy_strided_rows(destination[name], rows)
 
 
 def full_tensors(

@@ -29,6 +29,7 @@ __all__ = [
     "functional_collectives",
     "gradient_metadata",
     "init_fake_process_group",
+    "is_strided_shard",
     "on_rank_failure",
     "parameter_pair",
     "replaced_mesh_init",
@@ -36,12 +37,14 @@ __all__ = [
     "replaced_to_empty",
     "schedule_stages",
     "set_group_timeouts",
+    "strided_shard",
     "uncounted_shape_propagation",
     "unsharded_gradients",
 ]
 
 private = PrivateNames("torch")
 
+STRIDED_SHARD = "torch.distributed.tensor.placement_types:_StridedShard"
 STAGE = "torch.distributed.pipelining:PipelineStage"
 PROPAGATE = (
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
@@ -104,6 +107,19 @@ def fsdp_placement(mesh: DeviceMesh) -> Any:
         hybrid = private.get(f"{common}:HSDPMeshInfo")
         info = hybrid(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return private.get(f"{common}:ShardPlacementResult")(None, info)
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """Placement that shards each of ``parts`` equal parts of a dimension, as FSDP2 makes them.
+
+    The local tensor has the shards of all parts, one after the other. Its class is not documented.
+    """
+    return private.get(STRIDED_SHARD)(dim, split_factor=parts)
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a placement is one of ``strided_shard``."""
+    return isinstance(placement, private.get(STRIDED_SHARD))
 
 
 @private.reads("_unsharded_param", "sharded_param")

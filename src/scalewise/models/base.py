@@ -61,14 +61,19 @@ class Weight:
     """Number of the sharding ranks that have parts of a stacked weight of experts; ``shape`` is
     that of one part."""
 
+    shard_dim: int = 0
+    """Dimension that FSDP shards."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
     def shard_numel(self, ranks: int) -> int:
-        """Return the elements that one of ``ranks`` ranks stores of a weight sharded by dim 0."""
-        return ceil(self.shape[0] / self.num_shards(ranks)) * prod(self.shape[1:])
+        """Return the elements that one of ``ranks`` ranks stores."""
+        shape = list(self.shape)
+        size = shape.pop(self.shard_dim)
+        return ceil(size / self.num_shards(ranks)) * prod(shape)
 
     def num_shards(self, ranks: int) -> int:
         """Return the number of shards of ``shape`` over ``ranks`` ranks."""
@@ -126,8 +131,21 @@ class TPStyle(StrEnum):
     """Replicated table of positions."""
     prompt = "prompt"
     """Replicated prompt vectors; with sequence parallelism each rank continues with its shard."""
+    expert_column = "expert_column"
+    """Stacked matrices of experts, each sharded by its rows; output stays sharded."""
+    expert_row = "expert_row"
+    """Stacked matrices of experts, each sharded by its columns; output stays a partial sum."""
+    partial_row = "partial_row"
+    """Row-parallel linear layer of shared experts; output stays a partial sum, which is added to
+    that of routed experts."""
+    router = "router"
+    """Replicated router, which reads all tokens; each rank has a partial sum of its gradient."""
     replicated = "replicated"
     """Replicated linear layer that every rank applies to all tokens."""
+
+
+DIM_0_STYLES = (TPStyle.column, TPStyle.vocabulary, TPStyle.head, TPStyle.expert_column)
+DIM_1_STYLES = (TPStyle.row, TPStyle.partial_row, TPStyle.expert_row)
 
 
 @cache_hash
@@ -153,11 +171,12 @@ def tp_style(weight: Weight, tp_styles: Mapping[str, TPStyle]) -> TPStyle | None
 def shard_weight(weight: Weight, tp_styles: Mapping[str, TPStyle], ranks: int) -> Weight:
     """Return the shard of a weight on one tensor-parallel rank."""
     style, shape = tp_style(weight, tp_styles), weight.shape
-    if style in (TPStyle.column, TPStyle.vocabulary, TPStyle.head):
+    shard_dim = int(style is TPStyle.expert_column)  # rows are sharded within each expert
+    if style in DIM_0_STYLES:
         shape = (shape[0] // ranks, *shape[1:])
-    elif style is TPStyle.row and len(shape) > 1:
+    elif style in DIM_1_STYLES and len(shape) > 1:
         shape = (shape[0], shape[1] // ranks, *shape[2:])
-    return replace(weight, shape=shape)
+    return replace(weight, shape=shape, shard_dim=shard_dim)
 
 
 class ModelConfig(ABC):

@@ -137,7 +137,9 @@ class FSDPStateMemory(RankStep):
         if fsdp.has_unsharded_gradients:  # they are added to those of earlier micro-batches before
             head_bytes = block_bytes = 0
         # Gradients of a block are freed before the output of the reduction is allocated.
-        reduced_block_bytes = block_buffer + max(block_bytes, block_shard)
+        element_bytes = self.rank_memory.forward_spec.gradient_element_bytes
+        copied_bytes = fsdp.copied_gradient_elements(block) * element_bytes
+        reduced_block_bytes = block_buffer + max(block_bytes, block_shard) + copied_bytes
         is_single = self.rank_memory.num_layers == 1
         running_bytes = early_bytes + (head_buffer if is_single else block_buffer)
         return MemoryEntry(
@@ -229,7 +231,8 @@ class FSDPStateMemory(RankStep):
         for weights, is_gathered in (*outer, *gathered, (groups.head, True)):
             source, shard = fsdp.reduced_bytes(weights)
             freed_bytes += fsdp.gathered_bytes(weights) * is_gathered
-            sizes.append(source + shard - freed_bytes)
+            copied = fsdp.copied_gradient_elements(weights) * fsdp.reduced_element_bytes
+            sizes.append(source + shard + copied - freed_bytes)
             gradients = shard_elements(weights, trained=True) * fsdp.reduced_element_bytes
             freed_bytes += gradients - shard
         return constant_entry(

@@ -68,6 +68,12 @@ class FSDPMemory:
         source = padded_elements(weights, self.num_shards)
         return source * self.reduced_element_bytes, output * self.reduced_element_bytes
 
+    def copied_gradient_elements(self, weights: tuple[Weight, ...]) -> int:
+        """Return the elements of a gradient that FSDP2 copies, since it shards its columns."""
+        is_sharded = self.num_shards > 1
+        copied = (it.numel for it in weights if it.trainable and it.shard_dim and is_sharded)
+        return max(copied, default=0)
+
 
 @dataclass(frozen=True)
 class ZeroMemory:

@@ -122,10 +122,10 @@ class RankPartition(RankStages):
     def weights_by_block(self) -> tuple[tuple[Weight, ...], ...]:
         """Return the weights of each block of this rank; empty for models with equal blocks.
 
-        Models with unequal blocks support neither tensor nor expert parallelism.
+        Models with unequal blocks do not support expert parallelism.
         """
-        run = self.run
-        blocks = weights_by_block(run.quantization, run.adapter, run.model)
+        run, ranks = self.run, self.mesh.sizes["tensor"]
+        blocks = _sharded_blocks(run.quantization, run.adapter, run.model, ranks)
         layers = (layer for stage in self.stages for layer in stage.layers)
         return tuple(blocks[layer] for layer in layers) if blocks else ()
 
@@ -301,6 +301,21 @@ def _rank_experts(weight: Weight, ranks: int) -> Weight:
         return weight
     shape = (weight.shape[0] // ranks, *weight.shape[1:])
     return replace(weight, shape=shape, expert_ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def _sharded_blocks(
+    quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig, ranks: int
+) -> tuple[tuple[Weight, ...], ...]:
+    """Return the weights of each block after tensor parallelism, of models with unequal blocks."""
+    blocks = weights_by_block(quantization, adapter, model)
+    if ranks == 1:
+        return blocks
+    styles = _tensor_parallel_styles(adapter, model)
+    return tuple(
+        _unique(WeightGroup(shard_weight(weight, styles, ranks) for weight in block))
+        for block in blocks
+    )
 
 
 @lru_cache(maxsize=1024)

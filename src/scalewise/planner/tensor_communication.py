@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -182,7 +183,7 @@ def _loss_collectives(partition: RankPartition) -> Iterator[Collective]:
 
 
 def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collective]:
-    """Gradients of replicated weights that see a part of the tokens or heads."""
+    """Gradients of replicated weights that see a part of the tokens, heads or expert features."""
     has_token_shards = partition.mesh.sequence_parallel
     styles = partition.tensor_parallel_styles
     element_bytes = partition.run.precision.parameters.bytes
@@ -193,12 +194,14 @@ def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collectiv
         reductions = partition.forward_passes // partition.run.accumulation
     sizes: dict[int, int] = {}
     block, other = partition.weights_by_kind()
+    blocks = Counter(partition.weights_by_block()) or {block: partition.num_layers}
     for weight, layers in [
-        *((it, partition.num_layers) for it in block),
+        *((it, count) for weights, count in blocks.items() for it in weights),
         *((it, 1) for it in other),
     ]:
         style = tp_style(weight, styles) if weight.trainable else None
-        if style is TPStyle.heads or (style is TPStyle.tokens and has_token_shards):
+        is_partial = style in (TPStyle.heads, TPStyle.router)
+        if is_partial or (style is TPStyle.tokens and has_token_shards):
             sizes[weight.numel * element_bytes] = (
                 sizes.get(weight.numel * element_bytes, 0) + layers
             )

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import initial_parameters, store
 from scalewise.checkpoints.store import BackgroundWriter
+from scalewise.checkpoints.strided_shards import with_contiguous_rows
 from scalewise.compat.lightning import call_through_wrapper
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
@@ -265,6 +266,7 @@ class ParallelStrategy(Strategy):
         parts = {"model": model, "optimizer": states}
         if average:
             parts[store.AVERAGE] = average
+        parts = {part: with_contiguous_rows(named) for part, named in parts.items()}
         tensors = self.writer.stage(parts)
         path, state, group = Path(filepath), store.pack_state(checkpoint), self.writer.group
         self.writer.submit(lambda: store.save_checkpoint(path, tensors, state, group))

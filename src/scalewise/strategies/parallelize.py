@@ -35,7 +35,12 @@ from scalewise.objectives.losses import set_chunked_loss
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
-from scalewise.strategies import context_parallel, expert_parallel, tensor_parallel
+from scalewise.strategies import (
+    context_parallel,
+    expert_parallel,
+    tensor_parallel,
+    tensor_parallel_experts,
+)
 from scalewise.strategies.activation_checkpointing import apply_checkpointing, compile_module
 
 if TYPE_CHECKING:
@@ -185,7 +190,10 @@ def shard_blocks(
     pin_memory = rank_mesh.root_device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if spec.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
-    block_options: dict[str, Any] = {"reshard_after_forward": spec.frees_after_forward}
+    block_options: dict[str, Any] = {
+        "reshard_after_forward": spec.frees_after_forward,
+        "shard_placement_fn": tensor_parallel_experts.fsdp_shard_dim,
+    }
     if rank_mesh.expert_mesh is not None:
         placement = expert_parallel.expert_placement(module, rank_mesh.expert_mesh)
         block_options["shard_placement_fn"] = placement

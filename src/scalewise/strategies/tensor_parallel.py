@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +29,13 @@ from torch.distributed.tensor.placement_types import Placement
 from scalewise.adapters.prompt_config import PREFIX_NAMES
 from scalewise.models.base import TPStyle
 from scalewise.models.base_module import ModelModule
+from scalewise.models.decoder.moe import MixtureOfExperts
 from scalewise.parallelism.mesh import MeshConfig
+from scalewise.strategies.tensor_parallel_experts import (
+    GatheredExperts,
+    ReplicatedRouter,
+    ShardedExperts,
+)
 
 TOKEN_SHARD = Shard(1)
 """Placement of ``x_BTW`` under sequence parallelism."""
@@ -47,6 +60,10 @@ def apply_tensor_parallel(
     parallel_styles: dict[TPStyle, ParallelStyle] = {
         TPStyle.column: ColwiseParallel(),
         TPStyle.row: RowwiseParallel(output_layouts=residual_placement),
+        TPStyle.partial_row: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
+        TPStyle.expert_column: ShardedExperts(column=True),
+        TPStyle.expert_row: ShardedExperts(column=False),
+        TPStyle.router: ReplicatedRouter(),
         TPStyle.vocabulary: RowwiseParallel(
             input_layouts=Replicate(), output_layouts=embedding_placement
         ),
@@ -60,11 +77,8 @@ def apply_tensor_parallel(
         TPStyle.replicated: ReplicatedModule(Replicate()),
     }
     requires_grad = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    column_parents = {
-        name.rpartition(".")[0]
-        for name, tp_style in tp_styles.items()
-        if tp_style is TPStyle.column
-    }
+    # Shared experts get the tokens that their mixture has gathered.
+    column_parents = _parents(tp_styles, TPStyle.column) - _parents(tp_styles, TPStyle.partial_row)
     for name, part in list(module.named_modules()):
         if hasattr(part, "base_layer"):
             continue  # an adapter layer: its children are sharded
@@ -80,6 +94,8 @@ def apply_tensor_parallel(
             elif ".lora_magnitude" in name or name.endswith((".ia3_l", *PREFIX_NAMES)):
                 style = ShardedScale(tp_styles[pattern], residual_placement)
             parallelize_module(part, mesh, style)
+        elif isinstance(part, MixtureOfExperts):
+            parallelize_module(part, mesh, GatheredExperts(residual_placement))
         elif pattern in column_parents:
             parallelize_module(part, mesh, GatheredInput(residual_placement))
     for name, parameter in module.named_parameters():
@@ -90,6 +106,11 @@ def apply_tensor_parallel(
         first_block = module.layers()[0]
         first_block.register_forward_pre_hook(partial(_shard_tokens, mesh), with_kwargs=True)
     module.gather_tokens = lambda x_BTW: _gather_first_input(residual_placement, (x_BTW,), mesh)[0]
+
+
+def _parents(tp_styles: Mapping[str, TPStyle], tp_style: TPStyle) -> set[str]:
+    """Names of the modules that have a child of a style."""
+    return {name.rpartition(".")[0] for name, style in tp_styles.items() if style is tp_style}
 
 
 def keep_gradients_sharded(module: nn.Module) -> None:

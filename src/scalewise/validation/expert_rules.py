@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.decoder.config import DecoderConfig
@@ -16,11 +17,8 @@ def expert_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]
     """Yield parts of a run that a mixture of experts does not support."""
     if not model.experts:
         return
-    sizes = getattr(run.parallelism, "sizes", {})
-    if (ranks := sizes.get("tensor", 1)) > 1:
-        reason = "is not supported with model.experts"
-        fix = "set parallelism=fsdp parallelism.tensor=1"
-        yield ConfigIssue("parallelism.tensor", ranks, reason, fix)
+    if isinstance(run.parallelism, MeshConfig) and run.parallelism.sizes["tensor"] > 1:
+        yield from _tensor_issues(run.parallelism, model, run)
     yield from quantized_expert_issues("model.experts", run)
     yield from _router_issues(model, run)
 
@@ -47,6 +45,27 @@ def expert_parallel_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigI
         reason = f"does not divide model.experts={experts}"
         fix = f"set model.experts={-(-experts // ranks) * ranks}"
         yield ConfigIssue("parallelism.expert", ranks, reason, fix)
+
+
+def _tensor_issues(mesh: MeshConfig, model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield parts of a run that tensor parallelism of experts does not support."""
+    reason = "is not supported with tensor parallelism of model.experts"
+    without = "parallelism=fsdp parallelism.tensor=1"
+    if mesh.expert > 1:
+        fix = "set parallelism.expert=1, or parallelism.tensor=1"
+        yield ConfigIssue("parallelism.expert", mesh.expert, reason, fix)
+    if run.has_frozen_weights:
+        fix = f"set adapter=none, or {without}"
+        yield ConfigIssue("adapter", run.option("adapter"), reason, fix)
+    if run.is_compiled:
+        fix = f"set compile=none, or {without}"
+        yield ConfigIssue("compile", run.option("compile"), reason, fix)
+    if model.width % mesh.parameter_shards:
+        shards, context = mesh.sizes["shards"], mesh.sizes["context"]
+        reason = f"with context={context}, does not divide the {model.width} columns of experts, "
+        reason += "which FSDP shards with parallelism.tensor"
+        fix = f"set parallelism.shards={gcd(shards, max(1, model.width // context))}"
+        yield ConfigIssue("parallelism.shards", shards, reason, fix)
 
 
 def _router_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 from scalewise.compat import torch as compat_torch
@@ -175,3 +175,12 @@ def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:
     module = fully_shard(nn.Sequential(), mesh=init_device_mesh("cpu", (1,)))
     assert isinstance(module, FSDPModule)
     assert torch_distributed.fsdp_parameters(module) == []
+
+
+def test_strided_shard_has_a_shard_of_each_part(fake_group: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    placement = torch_distributed.strided_shard(0, 2)
+    assert torch_distributed.is_strided_shard(placement)
+    assert not torch_distributed.is_strided_shard(Shard(0))
+    sharded = distribute_tensor(torch.arange(16), mesh, [placement], src_data_rank=None)
+    assert sharded.to_local().tolist() == [2, 3, 10, 11]

@@ -16,9 +16,29 @@ FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
     ("overrides", "key", "fix"),
     [
         (
-            ("parallelism=tensor",),
+            ("parallelism=tensor", "parallelism.shards=2", "parallelism.expert=2"),
+            "parallelism.expert",
+            "set parallelism.expert=1, or parallelism.tensor=1",
+        ),
+        (
+            ("parallelism=tensor", "adapter=lora"),
+            "adapter",
+            "set adapter=none, or parallelism=fsdp parallelism.tensor=1",
+        ),
+        (
+            ("parallelism=tensor", "parallelism.tensor=2", "hardware=h100", "compile=block"),
+            "compile",
+            "set compile=none, or parallelism=fsdp parallelism.tensor=1",
+        ),
+        (
+            ("parallelism=tensor", "model.expert_dim=33"),
             "parallelism.tensor",
-            "set parallelism=fsdp parallelism.tensor=1",
+            "set parallelism.tensor=1",
+        ),
+        (
+            ("parallelism=tensor", "parallelism.shards=3"),
+            "parallelism.shards",
+            "set parallelism.shards=1",
         ),
         ((*FSDP_ON_H100, "precision=fp8"), "precision", "set precision=bf16_mixed"),
         (("quantization=nf4", "adapter=lora"), "quantization", "set quantization=none"),

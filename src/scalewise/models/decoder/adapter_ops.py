@@ -93,12 +93,13 @@ class AdapterOps(LinearOps):
         *,
         bias: bool = False,
         row_parallel: bool = False,
+        reduces: bool = True,
         live_tensors: tuple[int, ...] = (),
     ) -> int:
         """Add a linear layer and, if it is adapted, the two matmuls of its adapter.
 
         ``row_parallel``: whether tensor-parallel ranks compute partial sums of the output, since
-        the input features are sharded.
+        the input features are sharded. ``reduces``: whether they are summed here.
         """
         forward_spec, graph = self.forward_spec, self.graph
         scaled = name in forward_spec.scaled_layers
@@ -121,7 +122,7 @@ class AdapterOps(LinearOps):
             self.add_reduction(
                 output, scatter=forward_spec.sequence_parallel, live_tensors=(x, *live_tensors)
             )
-            if row_parallel
+            if row_parallel and reduces
             else output
         )
         if scaled and not row_parallel:

@@ -20,6 +20,13 @@ from scalewise.models.decoder.moe_config import EXPERT_MATRICES, EXPERTS_MODULE
 from scalewise.registry import register_option
 
 QK_NORMS = ("attention.query_norm", "attention.key_norm")
+EXPERT_STYLES = {
+    "blocks.*.feedforward.router": TPStyle.router,
+    f"blocks.*.{EXPERTS_MODULE}.gate": TPStyle.expert_column,
+    f"blocks.*.{EXPERTS_MODULE}.up": TPStyle.expert_column,
+    f"blocks.*.{EXPERTS_MODULE}.down": TPStyle.expert_row,
+}
+"""Tensor parallel style of the router and of the matrices of routed experts."""
 SMALL_HEAD_WIDTH, FEEDFORWARD_MULTIPLE = 8, 16
 """Smallest head of a shrunk decoder, and divisor of its feedforward width, in features."""
 
@@ -225,17 +232,16 @@ class DecoderConfig(DecoderArchitecture):
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Return Megatron's styles: a column- and a row-parallel layer per sublayer."""
         norms = (*(f"blocks.*.{name}" for name in self.block_norms), "norm")
-        rows = ("attention.output", "feedforward.down")
+        rows = {"attention.output": TPStyle.row, "feedforward.down": TPStyle.row}
+        rows["feedforward.shared.down"] = TPStyle.partial_row
         linears = (*self.attention_linears, *self._feedforward_kinds())
         return {
             "embedding": TPStyle.vocabulary,
             "position": TPStyle.positions,
             **dict.fromkeys(norms, TPStyle.tokens),
             **{f"blocks.*.{name}": TPStyle.heads for name, _ in self.attention_norms},
-            **{
-                f"blocks.*.{name}": TPStyle.row if name in rows else TPStyle.column
-                for name, *_ in linears
-            },
+            **{f"blocks.*.{name}": rows.get(name, TPStyle.column) for name, *_ in linears},
+            **(EXPERT_STYLES if self.experts else {}),
             "head": TPStyle.head,
         }
 
@@ -261,11 +267,15 @@ class DecoderConfig(DecoderArchitecture):
         return ("attention.key", "attention.value", "feedforward.down")
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return the heads, the feedforward width and the vocabulary size."""
+        """Return the heads, the widths of feedforwards and the vocabulary size."""
+        hidden = {"feedforward": self.feedforward}
+        if self.experts:
+            hidden = hidden if self.dense_layers else {}
+            hidden["expert_dim" if self.expert_dim else "feedforward"] = self.hidden_dim
         return {
             "heads": self.heads,
             "kv_heads": self.key_heads,
-            "feedforward": self.feedforward,
+            **hidden,
             "vocabulary": self.vocabulary,
         }
 

@@ -44,6 +44,22 @@ class Routing(NamedTuple):
     """Rows of each expert, filled or empty; None: no assignment is dropped."""
 
 
+class TokenExchange:
+    """Tokens and outputs of a mixture whose experts one rank computes: nothing to exchange."""
+
+    def gather(self, x_BTW: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens that the router and the routed experts read, and those of the shared ones."""
+        return x_BTW, x_BTW
+
+    def add_shared(self, y_BTW: Tensor, shared_BTW: Tensor) -> Tensor:
+        """Sum of the outputs of routed and of shared experts."""
+        return y_BTW + shared_BTW
+
+    def reduce(self, y_BTW: Tensor) -> Tensor:
+        """Output of the mixture."""
+        return y_BTW
+
+
 class MixtureOfExperts(nn.Module):
     """Sum over the experts of a token of weight times SwiGLU: ``x_BTW -> x_BTW``."""
 
@@ -72,12 +88,19 @@ class MixtureOfExperts(nn.Module):
         dropped = torch.empty((), dtype=torch.int64) if spec.capacity_factor is not None else None
         self.register_buffer("dropped", dropped, persistent=False)
         self.sequence_weight: float | None = None
+        self.tokens = TokenExchange()
+        """Exchange of tokens with tensor-parallel ranks, which compute a part of each expert."""
+        self.router_loss_scale = 1.0
+        """Share of this rank in the losses of the router, which equal ranks compute each."""
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Return the output of the experts."""
+        x_BTW, shared_input_BTW = self.tokens.gather(x_BTW)
         routing = self._route(self.router(x_BTW).float())
         y_BTW: Tensor = self.experts(x_BTW.flatten(0, 1), routing).view(x_BTW.shape)
-        return y_BTW if self.shared is None else y_BTW + self.shared(x_BTW)
+        if self.shared is not None:
+            y_BTW = self.tokens.add_shared(y_BTW, self.shared(shared_input_BTW))
+        return self.tokens.reduce(y_BTW)
 
     def _route(self, logits_BTE: Tensor) -> Routing:
         spec = self.spec
@@ -145,7 +168,7 @@ class MixtureOfExperts(nn.Module):
             loss_B = loss_B + spec.aux_loss * (load_BE * scores_BTE.mean(1)).sum(-1)
         if spec.router_z_loss:
             loss_B = loss_B + spec.router_z_loss * logits_BTE.logsumexp(-1).square().mean(1)
-        weight = self.sequence_weight or 1 / num_sequences
+        weight = self.router_loss_scale * (self.sequence_weight or 1 / num_sequences)
         return weight * loss_B.sum()
 
     @torch.no_grad()

@@ -29,12 +29,16 @@ class ExpertOps(AdapterOps):
         return self._num_assignments if capacity is None else capacity * self.spec.routed_experts
 
     def add_experts(self, x: int) -> int:
-        """Add the router, the routed experts and the weighted sum of their outputs."""
+        """Add the router, the routed experts and the weighted sum of their outputs.
+
+        ``x``: all tokens; tensor-parallel ranks compute a part of each expert, and a partial sum.
+        """
         spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
         tokens = forward_spec.num_tokens
         num_rows, num_assignments = self._num_rows, self._num_assignments
         is_limited = spec.capacity_factor is not None
         row_bytes = num_rows * spec.width * forward_spec.compute_element_bytes
+        hidden_dim = spec.hidden_dim // forward_spec.tensor_ranks
         weights, order, inverse = self._add_routing(x)
         sorted_rows = graph.add_op(
             OpWork.pointwise,
@@ -48,10 +52,10 @@ class ExpertOps(AdapterOps):
         order_rows = None
         if forward_spec.expert_ranks > 1:
             sorted_rows, order_rows = self._send(sorted_rows)
-        gate = self._add_expert_linear("gate", sorted_rows, spec.width, spec.hidden_dim)
+        gate = self._add_expert_linear("gate", sorted_rows, spec.width, hidden_dim)
         size = graph.sizes[gate]
         activated = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
-        up = self._add_expert_linear("up", sorted_rows, spec.width, spec.hidden_dim)
+        up = self._add_expert_linear("up", sorted_rows, spec.width, hidden_dim)
         hidden = graph.add_op(
             OpWork.pointwise,
             (activated, up, sorted_rows),
@@ -59,7 +63,7 @@ class ExpertOps(AdapterOps):
             saved=(activated, up),
             gradients=(activated, up),
         )
-        output = self._add_expert_linear("down", hidden, spec.hidden_dim, spec.width)
+        output = self._add_expert_linear("down", hidden, hidden_dim, spec.width)
         if order_rows is not None:
             output = self._permute(output, *reversed(order_rows))
             output = self._add_all_to_all(output, row_bytes)

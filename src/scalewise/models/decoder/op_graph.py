@@ -337,21 +337,34 @@ class OpGraphWriter(LatentAttentionOps, ExpertOps):
         return query, key, value
 
     def _add_feedforward_sublayer(self, normed: int, *, experts: bool) -> int:
-        spec, graph = self.spec, self.graph
+        spec, graph, features = self.spec, self.graph, self.add_all_gather(normed)
+        live_tensors = (features, normed)
         if not experts:
-            return self._add_dense_feedforward(normed, "feedforward", spec.feedforward)
-        output = self.add_experts(normed)
-        if not spec.shared_experts:
-            return output
-        hidden = spec.shared_experts * spec.hidden_dim
-        shared = self._add_dense_feedforward(normed, "feedforward.shared", hidden)
-        return graph.add_op(
-            OpWork.pointwise, (output, shared), graph.sizes[output], shares_gradient=True
-        )
+            return self._add_dense_feedforward(
+                features, live_tensors, "feedforward", spec.feedforward
+            )
+        output = self.add_experts(features)
+        if spec.shared_experts:
+            hidden = spec.shared_experts * spec.hidden_dim
+            shared = self._add_dense_feedforward(
+                features, live_tensors, "feedforward.shared", hidden, reduces=False
+            )
+            output = graph.add_op(
+                OpWork.pointwise, (output, shared), graph.sizes[output], shares_gradient=True
+            )
+        scatter = self.forward_spec.sequence_parallel
+        return self.add_reduction(output, scatter=scatter, live_tensors=live_tensors)
 
-    def _add_dense_feedforward(self, normed: int, name: str, width: int) -> int:
+    def _add_dense_feedforward(
+        self,
+        features: int,
+        live_tensors: tuple[int, ...],
+        name: str,
+        width: int,
+        *,
+        reduces: bool = True,
+    ) -> int:
         spec, graph, bias = self.spec, self.graph, self.spec.bias
-        features = self.add_all_gather(normed)
         hidden_width = width // self.forward_spec.tensor_ranks
         if spec.has_gate:
             gate = self.add_adapted_linear(
@@ -375,5 +388,6 @@ class OpGraphWriter(LatentAttentionOps, ExpertOps):
             spec.width,
             bias=bias,
             row_parallel=True,
-            live_tensors=(features, normed),
+            reduces=reduces,
+            live_tensors=live_tensors,
         )

@@ -1,0 +1,109 @@
+"""Tensor parallelism of mixtures of experts: each rank routes all tokens to a part of each expert.
+
+The hidden features of each expert are sharded, as in an ordinary feedforward: outputs, gradients of
+the input and gradients of the router are partial sums over the ranks. Losses of the router alone
+are equal on all ranks, so that each adds its share.
+
+Shape suffixes: B batch, T tokens of a sequence, W width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional as F
+
+from scalewise.checkpoints.strided_shards import has_strided_rows
+from scalewise.compat.torch_distributed import strided_shard
+from scalewise.models.decoder.moe import ExpertMatrices, MixtureOfExperts, TokenExchange
+
+
+class GatheredExperts(ParallelStyle):
+    """Style of a mixture: all tokens in, one sum over the ranks of routed and shared experts out.
+
+    ``residual_placement``: placement of ``x_BTW`` before and after the mixture.
+    """
+
+    def __init__(self, residual_placement: Placement) -> None:
+        super().__init__()
+        self._residual_placement = residual_placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, MixtureOfExperts)
+        module.tokens = GatheredTokens(device_mesh, self._residual_placement)
+        module.router_loss_scale = 1 / device_mesh.size()
+        return module
+
+
+class GatheredTokens(TokenExchange):
+    """All-gather of the tokens of a mixture, and reduce-scatter of the sums of its output."""
+
+    def __init__(self, mesh: DeviceMesh, residual_placement: Placement) -> None:
+        self._mesh, self._placement = mesh, residual_placement
+
+    def gather(self, x_BTW: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of all ranks, as a local tensor with partial gradients and as a DTensor."""
+        sharded = DTensor.from_local(x_BTW, self._mesh, [self._placement], run_check=False)
+        gathered = sharded.redistribute(placements=[Replicate()])
+        return gathered.to_local(grad_placements=[Partial()]), gathered
+
+    def add_shared(self, y_BTW: Tensor, shared_BTW: Tensor) -> Tensor:
+        """Sum of this rank's terms of the outputs of routed and of shared experts."""
+        assert isinstance(shared_BTW, DTensor)
+        local: Tensor = shared_BTW.to_local(grad_placements=[Replicate()])
+        return y_BTW + local
+
+    def reduce(self, y_BTW: Tensor) -> Tensor:
+        """Sum over ranks, of which this rank keeps its tokens."""
+        terms = DTensor.from_local(y_BTW, self._mesh, [Partial()], run_check=False)
+        reduced: Tensor = terms.redistribute(placements=[self._placement]).to_local()
+        return reduced
+
+
+class ReplicatedRouter(ParallelStyle):
+    """Style of a router that reads all tokens on each rank; its gradients are partial sums."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+
+        def forward(x_BTW: Tensor) -> Tensor:
+            weight: Any = module.weight
+            return F.linear(x_BTW, weight.to_local(grad_placements=[Partial()]))
+
+        module.forward = forward
+        return module
+
+
+class ShardedExperts(ParallelStyle):
+    """Style of stacked matrices, each sharded by its rows (``column``) or by its columns."""
+
+    def __init__(self, *, column: bool) -> None:
+        super().__init__()
+        self._column = column
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, ExpertMatrices)
+        placement: Placement = Shard(1)
+        if self._column:
+            placement = strided_shard(0, module.num_experts)
+            module.out_features //= device_mesh.size()
+        _distribute(module, device_mesh, placement)
+        return module
+
+
+def fsdp_shard_dim(parameter: nn.Parameter) -> Shard | None:
+    """Dimension that FSDP shards: columns, if tensor parallelism shards rows of each expert.
+
+    The ranges of rows of two strided axes would be no placement of DTensor. None: rows.
+    """
+    return Shard(1) if has_strided_rows(parameter) else None
+
+
+def _distribute(module: Any, mesh: DeviceMesh, placement: Placement) -> None:
+    weight = distribute_tensor(module.weight, mesh, [placement], src_data_rank=None)
+    module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
