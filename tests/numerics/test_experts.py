@@ -233,8 +233,8 @@ EQUAL_STRATEGIES = {
         (*LOSSES, "model.dense_layers=1", "model.shared_experts=0"),
     ),
     "tensor_capacity": (
-        mesh(shards=2, tensor=2),
-        6,
+        STRATEGIES["tensor"],
+        12,
         (*LOSSES, "model.capacity_factor=0.5"),
     ),
     "tensor_pipeline": (mesh(pipeline=2, tensor=2), 4, LOSSES),
