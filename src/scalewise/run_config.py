@@ -207,8 +207,15 @@ class RunConfig:
             self.hardware.device is DeviceKind.cuda
             and all(part.supports_compile for part in parts)
             and self.model.has_equal_blocks
+            and not self.shards_experts
         )
         return replace(self.compile, scope=CompileScope.block if compiles else CompileScope.none)
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether tensor-parallel ranks store a part of each expert of the decoder."""
+        ranks = getattr(self.parallelism, "sizes", {}).get("tensor", 1)
+        return ranks > 1 and bool(self.model.expert_layers)
 
     @property
     def is_compiled(self) -> bool:

@@ -17,7 +17,7 @@ def expert_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]
     """Yield parts of a run that a mixture of experts does not support."""
     if not model.experts:
         return
-    if isinstance(run.parallelism, MeshConfig) and run.parallelism.sizes["tensor"] > 1:
+    if run.shards_experts and isinstance(run.parallelism, MeshConfig):
         yield from _tensor_issues(run.parallelism, model, run)
     yield from quantized_expert_issues("model.experts", run)
     yield from _router_issues(model, run)

@@ -140,3 +140,10 @@ def test_muon_updates_experts_by_adamw() -> None:
     assert isinstance(run.optimizer, MuonConfig)
     hidden = {w.role for w in run.weight_census() if run.optimizer.is_hidden(w)}
     assert hidden == {"attention"}
+
+
+def test_blocks_with_tensor_parallel_experts_are_not_compiled_by_default() -> None:
+    on_h100 = (*EXPERTS, "hardware=h100", "hardware.devices_per_node=2")
+    sharded = compose([*on_h100, "parallelism=tensor"], check_machine=False)
+    whole = compose([*on_h100, "parallelism=fsdp"], check_machine=False)
+    assert (sharded.is_compiled, whole.is_compiled) == (False, True)
