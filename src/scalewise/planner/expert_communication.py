@@ -23,14 +23,15 @@ def expert_collectives(partition: RankPartition) -> Iterator[Collective]:
     model, mesh, axes = partition.run.model, partition.mesh, ("expert",)
     if not isinstance(model, DecoderConfig) or not model.experts:
         return
+    num_layers = sum(model.has_experts(it) for stage in partition.stages for it in stage.layers)
     for group in (("replicate",), ("shards", "context")):
-        size = partition.num_layers * model.routed_experts * INT64_BYTES
+        size = num_layers * model.routed_experts * INT64_BYTES
         ranks = prod(mesh.sizes[axis] for axis in group)
         count = int(model.balance_rate > 0 and ranks > 1)
         yield Collective(CollectiveKind.all_reduce, group, size, count, "load of experts")
     if mesh.expert == 1:
         return
-    layers = partition.num_layers * partition.forward_passes
+    layers = num_layers * partition.forward_passes
     recomputed = {
         kind: count * partition.forward_passes
         for kind, count in partition.recomputed_layers.items()
