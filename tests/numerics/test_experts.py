@@ -247,7 +247,7 @@ EQUAL_STRATEGIES = {
     "deepspeed_zero3": (STRATEGIES["deepspeed_zero3"], 2, ()),
 }
 """Strategies with the micro-batch size, three of which are a step, and losses of the router."""
-IN_CI = ("pipeline_shards", "expert_shards")
+IN_CI = ("pipeline_shards", "expert_shards", "tensor_shards")
 
 
 @pytest.mark.parametrize(
