@@ -9,30 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fixtures.cli_runner import RunDir
+from fixtures.collective_counts import (
+    THIRD_STEP,
+    CollectiveCounts,
+    predicted_collectives,
+    recorded_collectives,
+)
 from fixtures.hf_checkpoints import HFCheckpoints
 from fixtures.job_runner import JobRunner
-from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER, mesh
+from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise import compose
 from scalewise.models.build import build_model
-from scalewise.models.decoder.config import DecoderConfig
 from scalewise.planner.communication import list_collectives
-from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
 
-THIRD_STEP = (
-    "optimizer=sgd",
-    "trainer.max_steps=4",
-    "trainer.log_every=100",
-    "trainer.validate_every=null",
-    "trainer.global_batch=8",
-    "checkpoint.at_end=false",
-    "trusted_packages=[fixtures]",
-    "+callbacks.messages._target_=fixtures.probe_callbacks.CountCollectives",
-)
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
 ARCHITECTURES = {"gemma3": (*LLAMA, *GEMMA3)}
 RECOMPUTE_OPTIONS = {
@@ -136,9 +129,6 @@ def is_tested(strategy: str, shape: str, option: str) -> bool:
     return [*SHAPES].index(shape) == number % len(SHAPES)
 
 
-CollectiveCounts = Counter[tuple[str, tuple[int, ...], int]]
-
-
 @pytest.mark.parametrize(
     ("strategy", "shape", "option"),
     [
@@ -191,127 +181,6 @@ def test_collectives_of_other_architectures_equal_prediction(
     assert_collectives_equal(
         (*TINY_DECODER, *THIRD_STEP, *options), JobRunner(tmp_path, shared_cache)
     )
-
-
-EXPERTS = ("model.experts=4", "model.expert_dim=16", "model.shared_experts=1")
-EXPERT_STRATEGIES = {
-    "expert": mesh(shards=2, expert=2),
-    "expert_shards": mesh(shards=4, expert=2),
-    "expert_replicate": mesh(replicate=2, shards=2, expert=2),
-    "expert_pipeline": mesh(pipeline=2, shards=2, expert=2),
-    "expert_context": mesh(shards=2, context=2, expert=4),
-}
-EXPERT_OPTIONS = {
-    **{name: RECOMPUTE_OPTIONS[name] for name in ("none", "full", "selective", "lora", "loss")},
-    "lora, experts": ("adapter=lora", "adapter.targets=[feedforward.experts.*]"),
-    "lora, shared": (
-        "adapter=lora",
-        "adapter.targets=[feedforward.shared.up]",
-        "memory=checkpoint_full",
-    ),
-    "capacity": ("model.capacity_factor=0.75", "memory=checkpoint_full"),
-    "lora, all": ("adapter=lora", "adapter.rank=3", "adapter.targets=[.*]"),
-}
-"""Options of runs with experts. With some, the first block needs no gradient of its experts."""
-EXPERT_CI_CASES = (
-    ("expert_shards", "none"),
-    ("expert_shards", "lora, experts"),
-    ("expert_shards", "capacity"),
-)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "option"),
-    [
-        pytest.param(
-            strategy,
-            option,
-            marks=() if (strategy, option) in EXPERT_CI_CASES else pytest.mark.exhaustive,
-        )
-        for strategy in EXPERT_STRATEGIES
-        for option in EXPERT_OPTIONS
-    ],
-)
-def test_collectives_of_expert_parallelism_equal_prediction(
-    strategy: str, option: str, tmp_path: Path, shared_cache: Path
-) -> None:
-    """The router decides how many tokens a rank sends; all ranks together send all.
-
-    With capacity, each expert of each rank has as many, and the prediction is exact.
-    """
-    overrides = (
-        *TINY_DECODER,
-        *THIRD_STEP,
-        *LLAMA,
-        *EXPERTS,
-        *EXPERT_STRATEGIES[strategy],
-        *EXPERT_OPTIONS[option],
-        "trainer.micro_batch=2",
-    )
-    if option == "none":
-        overrides = (*overrides, "model.balance_rate=0.01")
-    run = compose(overrides)
-    folder = JobRunner(tmp_path, shared_cache).without_defaults(*overrides)
-    token_bytes = {"expected": 0, "actual": 0}
-    assert isinstance(run.model, DecoderConfig)
-    for rank in range(run.world_size):
-        expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
-        group = run.parallelism.ranks_along(("expert",), rank)
-        if option == "capacity":
-            assert any(kind == "all_to_all" for kind, *_ in expected), f"rank {rank}"
-            assert actual == expected, f"rank {rank}"
-            continue
-        counts = {"expected": 0, "actual": 0}
-        for name, messages in (("expected", expected), ("actual", actual)):
-            for key in [key for key in messages if key[:2] == ("all_to_all", group)]:
-                if key[2] > run.model.routed_experts * 4:  # tokens, and not their numbers
-                    counts[name] += messages[key]
-                    token_bytes[name] += key[2] * messages.pop(key)
-        assert actual == expected, f"rank {rank}"
-        assert counts["actual"] == counts["expected"], f"rank {rank}"
-    assert token_bytes["actual"] >= token_bytes["expected"]
-    assert token_bytes["actual"] == pytest.approx(token_bytes["expected"], rel=0.2)
-
-
-TENSOR_EXPERT_OPTIONS = RECOMPUTE_OPTIONS | {"dense_layers": ("model.dense_layers=1",)}
-TENSOR_EXPERT_CASES = [
-    (STRATEGIES[strategy], TENSOR_EXPERT_OPTIONS[option], shared_experts)
-    for strategy in ("tensor", "tensor_no_sequence_parallel", "shard_tensor", "pipeline_tensor")
-    for option in ("none", "full", "selective", "loss", "dense_layers")
-    for shared_experts in (0, 1)
-]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "shared_experts"),
-    [
-        pytest.param(*case, marks=() if case == TENSOR_EXPERT_CASES[1] else pytest.mark.exhaustive)
-        for case in TENSOR_EXPERT_CASES
-    ],
-)
-def test_collectives_of_tensor_parallel_experts_equal_prediction(
-    strategy: tuple[str, ...],
-    options: tuple[str, ...],
-    shared_experts: int,
-    tmp_path: Path,
-    shared_cache: Path,
-) -> None:
-    overrides = (
-        *TINY_DECODER,
-        *THIRD_STEP,
-        *LLAMA,
-        *EXPERTS,
-        *strategy,
-        *options,
-        f"model.shared_experts={shared_experts}",
-        "model.balance_rate=0.01",
-        "trainer.micro_batch=4",
-    )
-    run = compose(overrides)
-    folder = JobRunner(tmp_path, shared_cache).without_defaults(*overrides)
-    for rank in range(run.world_size):
-        expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
-        assert actual == expected, f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -398,18 +267,3 @@ def merge_sizes(messages: CollectiveCounts) -> CollectiveCounts:
     for (kind, ranks, size), count in messages.items():
         sums[kind, ranks] += size * count
     return Counter({(kind, ranks, size): 1 for (kind, ranks), size in sums.items()})
-
-
-def predicted_collectives(run: RunConfig, rank: int) -> CollectiveCounts:
-    messages: CollectiveCounts = Counter()
-    for collective in list_collectives(run.parallelism, run, rank):
-        ranks = run.parallelism.ranks_along(collective.axes, rank)
-        messages[collective.kind, ranks, collective.bytes] += collective.count
-    return messages
-
-
-def recorded_collectives(folder: RunDir, rank: int) -> CollectiveCounts:
-    messages: CollectiveCounts = Counter()
-    for kind, ranks, size, count in folder.json(f"messages-{rank}.json"):
-        messages[kind, tuple(ranks), size] += count
-    return messages
