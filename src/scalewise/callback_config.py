@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 from scalewise.errors import ConfigIssue, did_you_mean
@@ -145,6 +146,12 @@ def averaging_callback(callbacks: Mapping[str, Mapping[str, object]]) -> str | N
     return next((name for name, it in callbacks.items() if it.get("_target_") == EMA), None)
 
 
+@cache
+def _argument_types(path: str) -> Mapping[str, Any]:
+    """Type of each argument of a scalewise callback."""
+    return get_type_hints(BUILTIN_CALLBACKS[path])
+
+
 def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[ConfigIssue]:
     """Issues of the arguments of a scalewise callback: unknown names and invalid values."""
     path = str(callback["_target_"])
@@ -152,7 +159,7 @@ def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[C
         fix = did_you_mean(path, BUILTIN_CALLBACKS)
         yield ConfigIssue(f"callbacks.{name}._target_", path, "is not a scalewise callback", fix)
         return
-    kinds = get_type_hints(BUILTIN_CALLBACKS[path])
+    kinds = _argument_types(path)
     for field, value in callback.items():
         key = f"callbacks.{name}.{field}"
         if field == "_target_":

@@ -9,7 +9,7 @@ from scalewise.commands import show_limits
 from scalewise.config.command import RejectedJob
 from scalewise.console import print_lines
 from scalewise.planner.plan import Plan, dollars_per_billion_tokens, plan_record
-from scalewise.planner.search import SearchResult
+from scalewise.planner.search_result import SearchResult
 from scalewise.run_config import RunConfig
 
 

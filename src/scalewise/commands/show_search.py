@@ -13,7 +13,7 @@ from scalewise.plain_console import get_console, styled_text
 from scalewise.planner import layout_enumeration
 from scalewise.planner.alternatives import neighbor_alternatives
 from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.search import SearchCandidate, SearchResult
+from scalewise.planner.search_result import SearchCandidate, SearchResult
 from scalewise.units import format_bytes, format_dollars, format_seconds
 
 MAX_ROWS = 12

@@ -279,7 +279,7 @@ def _cached_op_graphs(
     return replace(op_graphs, first_block=first_block, block=block)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def block_liveness(
     model: ModelConfig,
     forward_spec: ForwardSpec,

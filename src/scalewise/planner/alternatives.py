@@ -10,7 +10,7 @@ from scalewise.plan_config import RankBy
 from scalewise.planner import layout_enumeration
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.memory_breakdown import entry_title
-from scalewise.planner.search import SearchCandidate, SearchResult
+from scalewise.planner.search_result import SearchCandidate, SearchResult
 from scalewise.planner.step_parts import step_part_title
 from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes

@@ -6,9 +6,7 @@ Follows ``deepspeed/runtime/zero/stage_1_and_2.py`` and ``stage3.py`` of DeepSpe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
@@ -18,51 +16,39 @@ from scalewise.planner.memory_breakdown import (
     StepPhase,
     constant_entry,
 )
-from scalewise.planner.rank_memory import RankMemory
-from scalewise.planner.rank_step import PeakPoint
+from scalewise.planner.model_state_memory import ModelStateMemory, PersistentStates
+from scalewise.planner.rank_states import ZeroMemory
 from scalewise.planner.weight_sizes import shard_elements
 from scalewise.precision import FloatFormat
-from scalewise.run_config import RunConfig
 
 
-class DeepSpeedDeviceMemory(DeviceMemory):
-    """Memory entries of one rank with ZeRO: compute weights, master weights, gradient buckets."""
-
-    def __init__(self, run: RunConfig, rank_memory: RankMemory, peak_point: PeakPoint) -> None:
-        assert rank_memory.zero is not None
-        self.zero = rank_memory.zero
-        # From stage 2 on, a gradient is copied into its bucket as soon as it is computed.
-        super().__init__(
-            run,
-            replace(
-                rank_memory,
-                has_persistent_buckets=rank_memory.has_persistent_buckets or self.zero.stage > 1,
-            ),
-            peak_point,
-        )
+class ZeroPersistentStates(PersistentStates):
+    """Entries of compute weights, master weights and optimizer state with ZeRO."""
 
     @property
-    def gradient_element_bytes(self) -> int:
-        """Bytes per element of a gradient that waits for the optimizer step."""
-        return self.zero.gradient_element_bytes
+    def zero(self) -> ZeroMemory:
+        """Partition by ZeRO."""
+        assert self.states.zero is not None
+        return self.states.zero
 
     def _parameter_entry(self, dtype: FloatFormat) -> MemoryEntry:
-        return super()._parameter_entry(self.run.precision.compute)
+        return super()._parameter_entry(self.configs.precision.compute)
 
-    def _persistent_entries(self) -> Iterator[MemoryEntry]:
-        run, rank_memory, zero = self.run, self.rank_memory, self.zero
-        yield from super()._persistent_entries()
-        if not rank_memory.states_on_host:
-            count = rank_memory.numel(rank_memory.state_shards, trained=True)
+    def iter_entries(self) -> Iterator[MemoryEntry]:
+        """Yield the entries."""
+        configs, states, zero = self.configs, self.states, self.zero
+        yield from super().iter_entries()
+        if not states.states_on_host:
+            count = states.numel(states.state_shards, trained=True)
             formula = f"{count:,} x {zero.master_element_bytes} B"
-            reason = f"{run.precision.parameters} copy that the optimizer updates"
+            reason = f"{configs.precision.parameters} copy that the optimizer updates"
             yield constant_entry(
                 "masters", count * zero.master_element_bytes, ALL_PHASES, formula, reason
             )
         if zero.persistence_threshold:
             small_elements = sum(
                 weight.numel
-                for weight in rank_memory.all_weights
+                for weight in states.all_weights
                 if weight.numel < zero.persistence_threshold
             )
             reason = "smaller than parallelism.keep_whole_below"
@@ -75,13 +61,23 @@ class DeepSpeedDeviceMemory(DeviceMemory):
                 reason,
             )
 
+
+class ZeroStateMemory(ModelStateMemory):
+    """Entries of gradient partitions, gradient buckets and gathered parameters with ZeRO."""
+
+    @property
+    def zero(self) -> ZeroMemory:
+        """Partition by ZeRO."""
+        assert self.states.zero is not None
+        return self.states.zero
+
     def _gradient_entries(self) -> Iterator[MemoryEntry]:
-        rank_memory, zero, run = self.rank_memory, self.zero, self.run
-        partition_elements = rank_memory.numel(rank_memory.state_shards, trained=True)
+        states, zero, configs = self.states, self.zero, self.configs
+        partition_elements = states.numel(states.state_shards, trained=True)
         formula = f"{partition_elements:,} x {zero.gradient_element_bytes} B"
         if zero.stage == 1:
             yield from self._stage1_gradient_entries()
-        elif not rank_memory.states_on_host:
+        elif not states.states_on_host:
             reason = "partition of this rank"
             yield constant_entry(
                 "gradients",
@@ -90,13 +86,13 @@ class DeepSpeedDeviceMemory(DeviceMemory):
                 formula,
                 reason,
             )
-        accumulates = run.accumulation > 1 and zero.stage == 2
+        accumulates = configs.accumulation > 1 and zero.stage == 2
         if (
             accumulates
             and zero.gradient_element_bytes
             == zero.weight_element_bytes
             == zero.master_element_bytes
-            and not rank_memory.states_on_host
+            and not states.states_on_host
         ):
             reason = "before accumulation"
             yield constant_entry(
@@ -112,21 +108,19 @@ class DeepSpeedDeviceMemory(DeviceMemory):
 
     def _stage1_gradient_entries(self) -> Iterator[MemoryEntry]:
         """Gradients of stage 1: in place, or copied into buckets as they are computed."""
-        rank_memory, zero = self.rank_memory, self.zero
-        trained, element_bytes = rank_memory.numel(1, trained=True), zero.gradient_element_bytes
+        states, zero = self.states, self.zero
+        trained, element_bytes = states.numel(1, trained=True), zero.gradient_element_bytes
         embedding_weights = tuple(
-            w for w in rank_memory.other_weights if w.role in ("embedding", "position")
+            w for w in states.other_weights if w.role in ("embedding", "position")
         )
         if self.gradients_persist or zero.num_buckets == 1 or zero.bucket_elements >= trained:
             yield from super()._gradient_entries()
         else:
-            weights = tuple(w for w in rank_memory.all_weights if w not in embedding_weights)
+            weights = tuple(w for w in states.all_weights if w not in embedding_weights)
             large_elements = shard_elements(
                 tuple(w for w in weights if w.numel > zero.bucket_elements), trained=True
             )
-            stored_elements = (
-                rank_memory.numel(rank_memory.state_shards, trained=True) + large_elements
-            )
+            stored_elements = states.numel(states.state_shards, trained=True) + large_elements
             reason = (
                 f"all in the optimizer step; in backward {stored_elements:,}: partition of this "
                 "rank, and gradients larger than a bucket"
@@ -148,13 +142,13 @@ class DeepSpeedDeviceMemory(DeviceMemory):
     @property
     def _gradient_shard_phases(self) -> tuple[StepPhase, ...]:
         """Phases with the gradient partition; stage 2 allocates it at the first full bucket."""
-        if self.zero.stage == 3 or self.run.accumulation > 1:
+        if self.zero.stage == 3 or self.configs.accumulation > 1:
             return ALL_PHASES
-        running = shard_elements(self.rank_memory.block_weights, trained=True)
-        blocks = self.rank_memory.cumulative_trained_elements(shards=1)
+        running = shard_elements(self.states.block_weights, trained=True)
+        blocks = self.states.cumulative_trained_elements(shards=1)
         computed_elements = {
             phase: self.head_numel + blocks[finished] + running
-            for phase, (_, finished) in self.blocks_by_phase.items()
+            for phase, (_, finished) in self.gradients.blocks_by_phase.items()
         }
         bucket_phases = (
             phase
@@ -171,15 +165,15 @@ class DeepSpeedDeviceMemory(DeviceMemory):
     @property
     def _reduction_phases(self) -> tuple[StepPhase, ...]:
         """Phases that reduce buckets; a bucket for all gradients is reduced after backward."""
-        takes_all = self.zero.bucket_elements >= self.rank_memory.numel(1, trained=True)
+        takes_all = self.zero.bucket_elements >= self.states.numel(1, trained=True)
         return (StepPhase.reduce_rest,) if takes_all else self._bucket_phases
 
     def _bucket_entries(self) -> Iterator[MemoryEntry]:
         """Gradient buckets and their reduction buffers."""
         zero, ranks, trained = (
             self.zero,
-            self.rank_memory.state_shards,
-            self.rank_memory.numel(1, trained=True),
+            self.states.state_shards,
+            self.states.numel(1, trained=True),
         )
         bucket_elements = min(zero.bucket_elements, trained)
         formula, reason = (
@@ -193,7 +187,7 @@ class DeepSpeedDeviceMemory(DeviceMemory):
             formula,
             reason,
         )
-        weights = (*self.rank_memory.block_weights, *self.rank_memory.other_weights)
+        weights = (*self.states.block_weights, *self.states.other_weights)
         # A gradient larger than a bucket is reduced separately.
         reduced_elements = max(
             bucket_elements, max((w.numel for w in weights if w.trainable), default=0)
@@ -216,14 +210,14 @@ class DeepSpeedDeviceMemory(DeviceMemory):
 
     def _gathered_weights_entry(self) -> MemoryEntry:
         """Stage 3: gathered parameters, up to the limit of live elements."""
-        zero, rank_memory = self.zero, self.rank_memory
+        zero, states = self.zero, self.states
         sharded_elements = sum(
             weight.numel
-            for weight in rank_memory.all_weights
+            for weight in states.all_weights
             if weight.numel >= zero.persistence_threshold
         )
         live_elements = min(
-            sharded_elements, max(zero.max_live_elements, shard_elements(rank_memory.block_weights))
+            sharded_elements, max(zero.max_live_elements, shard_elements(states.block_weights))
         )
         reason = "gathered for their next use, up to 1e9 elements"
         formula = f"{live_elements:,} x {zero.weight_element_bytes} B"

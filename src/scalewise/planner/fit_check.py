@@ -95,12 +95,12 @@ class FitReport:
     reserved_factors: tuple[float, float, float] = RESERVED_FACTORS
     """Reserved over allocated memory on a CUDA device: lowest, typical, highest."""
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """Peak allocated memory, in bytes."""
         return self.breakdown.peak if self.traced_peak is None else self.traced_peak
 
-    @property
+    @cached_property
     def reserved(self) -> tuple[int, int, int]:
         """Reserved memory: lowest, typical, highest, in bytes."""
         low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else self.reserved_factors
@@ -114,7 +114,7 @@ class FitReport:
         )
         return lowest, typical, highest + self.process_overhead
 
-    @property
+    @cached_property
     def status(self) -> FitStatus:
         """Fit status: ``fits`` if the highest prediction fits."""
         lowest, _, highest = self.reserved
@@ -135,22 +135,24 @@ class FitReport:
 def check_fit(run: RunConfig) -> FitReport:
     """Compare the rank of ``run`` with the highest peak with the hardware."""
     on_cpu, host_gib = run.hardware.device is DeviceKind.cpu, run.hardware.host_memory_gib
-    fit = compare_with_hardware(run, peak_memory.worst_rank_breakdown(run))
-    has_limit = on_cpu and run.launch.memory_limit_gib is not None
-    overhead = _process_overhead(run, fit.peak) if has_limit else 0
-    fit = replace(fit, process_overhead=overhead, unmodeled_memory=run.parallelism.unmodeled_memory)
+    breakdown = peak_memory.worst_rank_breakdown(run)
+    details: dict[str, Any] = {"unmodeled_memory": run.parallelism.unmodeled_memory}
+    if on_cpu and run.launch.memory_limit_gib is not None:
+        details["process_overhead"] = _process_overhead(run, breakdown.peak)
     has_capacity = getattr(run.model, "capacity_factor", None) is not None
     if getattr(run.parallelism, "expert", 1) > 1 and not has_capacity:
-        fit = replace(fit, unbalanced_peak=peak_memory.unbalanced_peak(run, UNBALANCED_LOAD))
-    if host_gib is None or on_cpu:  # on the CPU, the device memory is the main memory
-        return fit
-    return replace(
-        fit, host_breakdown=host_memory.node_memory(run), host_capacity=int(host_gib * GIB)
-    )
+        details["unbalanced_peak"] = peak_memory.unbalanced_peak(run, UNBALANCED_LOAD)
+    if host_gib is not None and not on_cpu:  # on the CPU, the device memory is the main memory
+        details["host_breakdown"] = host_memory.node_memory(run)
+        details["host_capacity"] = int(host_gib * GIB)
+    return compare_with_hardware(run, breakdown, **details)
 
 
-def compare_with_hardware(run: RunConfig, breakdown: MemoryBreakdown) -> FitReport:
-    """Compare a memory breakdown with the devices of a run."""
+def compare_with_hardware(run: RunConfig, breakdown: MemoryBreakdown, **details: Any) -> FitReport:
+    """Compare a memory breakdown with the devices of a run.
+
+    ``details``: other fields of the report.
+    """
     hardware = run.hardware
     on_cpu = hardware.device is DeviceKind.cpu
     capacity = None if hardware.memory_gib is None else int(hardware.memory_gib * GIB)
@@ -159,7 +161,7 @@ def compare_with_hardware(run: RunConfig, breakdown: MemoryBreakdown) -> FitRepo
     limit = run.launch.memory_limit_gib
     if limit is not None:
         capacity = min(capacity or int(limit * GIB), int(limit * GIB))
-    return FitReport(breakdown, capacity, int(hardware.context_gib * GIB), on_cpu)
+    return FitReport(breakdown, capacity, int(hardware.context_gib * GIB), on_cpu, **details)
 
 
 def reject_unfit(run: RunConfig) -> None:

@@ -14,13 +14,31 @@ from scalewise.planner.memory_breakdown import (
     StepPhase,
     constant_entry,
 )
-from scalewise.planner.rank_memory import FSDPMemory
-from scalewise.planner.rank_step import RankStep
+from scalewise.planner.rank_states import FSDPMemory, RankStates
+from scalewise.planner.rank_step import PeakPoint, RankStep, StateConfigs
+from scalewise.planner.step_liveness import StepGradients
 from scalewise.planner.weight_sizes import shard_elements
 
 
 class FSDPStateMemory(RankStep):
-    """Entries of a rank whose parameters FSDP shards."""
+    """Entries of a rank whose parameters FSDP shards.
+
+    Args:
+        configs: Configs of the run.
+        states: Model states of the rank.
+        peak_point: Point of the pipeline schedule.
+        gradients: Gradients of the parts of the rank.
+    """
+
+    def __init__(
+        self,
+        configs: StateConfigs,
+        states: RankStates,
+        peak_point: PeakPoint,
+        gradients: StepGradients,
+    ) -> None:
+        super().__init__(configs, states, peak_point)
+        self.gradients = gradients
 
     def iter_fsdp_entries(self) -> Iterator[MemoryEntry]:
         """Yield the entries of gathered parameters and of gradients before they are shards."""
@@ -31,33 +49,15 @@ class FSDPStateMemory(RankStep):
         else:
             yield from self._fsdp_entries(self.fsdp)
 
-    @property
-    def gathered_block_bytes(self) -> int:
-        """Size of the gathered parameters of a block with FSDP, in bytes."""
-        return self.fsdp.gathered_bytes(self.rank_memory.block_weights) if self.fsdp else 0
-
-    @property
-    def gathers_in_schedule(self) -> bool:
-        """Whether backward gathers parameters in a pipeline, which keeps them unsharded."""
-        fsdp = self.rank_memory.fsdp
-        gathers = fsdp is not None and not fsdp.keeps_unsharded and self.peak_point.follows_forward
-        return self.reduces_after_schedule and gathers
-
-    @property
-    def accumulates_unsharded(self) -> bool:
-        """Whether the backward adds to unsharded gradients and reduces none."""
-        unsharded = self.fsdp is not None and self.fsdp.has_unsharded_gradients
-        return unsharded and self.peak_point.keeps_unsharded
-
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: parameters gathered around the running block, and gradients being reduced."""
-        rank_memory = self.rank_memory
+        states = self.states
         block = self.gathered_block_bytes
-        layers, keeps_unsharded = rank_memory.num_layers, fsdp.keeps_unsharded
+        layers, keeps_unsharded = states.num_layers, fsdp.keeps_unsharded
         yield self._gathered_outside_entry(fsdp)
-        blocks = [*map(fsdp.gathered_bytes, rank_memory.list_block_weights())]
+        blocks = [*map(fsdp.gathered_bytes, states.list_block_weights())]
         kept = sum(blocks) * keeps_unsharded
-        next_block = self.blocks_by_phase[StepPhase.backward_next][0]
+        next_block = self.gradients.blocks_by_phase[StepPhase.backward_next][0]
 
         def gathered(end: int, running: int = 1) -> int:
             """Gathered blocks before ``end``: the running ones and prefetched ones, or all."""
@@ -91,7 +91,7 @@ class FSDPStateMemory(RankStep):
             yield self.earlier_gradient_entry(
                 fsdp.reduced_element_bytes, "kept until the reduction in the last micro-batch"
             )
-        if fsdp.has_replicas and (self.gradients_persist or self.run.optimizer.in_backward):
+        if fsdp.has_replicas and (self.gradients_persist or self.configs.optimizer.in_backward):
             yield self._replica_gradient_entry(fsdp)
         yield self._reduction_entry(fsdp)
 
@@ -117,7 +117,7 @@ class FSDPStateMemory(RankStep):
 
     def _reduction_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
         """Unsharded gradients outside of blocks, and the buffer of the reduction that runs."""
-        groups, block = fsdp.groups, self.rank_memory.block_weights
+        groups, block = fsdp.groups, self.states.block_weights
         if self.accumulates_unsharded:
             fsdp = replace(fsdp, reduced_element_bytes=0)
         (block_buffer, block_shard), (head_buffer, head_shard) = (
@@ -130,17 +130,16 @@ class FSDPStateMemory(RankStep):
             self._fresh_gradient_bytes(weights) for weights in (groups.head, groups.embedding)
         )
         # Gradients of the root: before the backward pass of the blocks, and after it.
-        early_bytes = self.head_liveness.gradient_bytes - head_bytes
-        tied_bytes = self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
-        root_bytes = early_bytes - tied_bytes + self.embedding_liveness.gradient_bytes
-        block_bytes = self.liveness.block_gradient_bytes
+        early_bytes = self.gradients.head - head_bytes
+        tied_bytes = self.gradients.head if self.configs.model.tied_weights else 0
+        root_bytes = early_bytes - tied_bytes + self.gradients.embedding
+        block_bytes = self.gradients.block
         if fsdp.has_unsharded_gradients:  # they are added to those of earlier micro-batches before
             head_bytes = block_bytes = 0
         # Gradients of a block are freed before the output of the reduction is allocated.
-        element_bytes = self.rank_memory.forward_spec.gradient_element_bytes
-        copied_bytes = fsdp.copied_gradient_elements(block) * element_bytes
+        copied_bytes = fsdp.copied_gradient_elements(block) * fsdp.gathered_element_bytes
         reduced_block_bytes = block_buffer + max(block_bytes, block_shard) + copied_bytes
-        is_single = self.rank_memory.num_layers == 1
+        is_single = self.states.num_layers == 1
         running_bytes = early_bytes + (head_buffer if is_single else block_buffer)
         return MemoryEntry(
             "gradients on their way to shards",
@@ -164,7 +163,7 @@ class FSDPStateMemory(RankStep):
 
     def _fresh_gradient_bytes(self, weights: tuple[Weight, ...]) -> int:
         """Unsharded gradients that backward allocates."""
-        element_bytes = self.rank_memory.forward_spec.gradient_element_bytes
+        element_bytes = self.configs.gradient_element_bytes
         return shard_elements(weights, trained=True) * element_bytes * self.fresh_gradients
 
     def _pipeline_fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
@@ -173,13 +172,13 @@ class FSDPStateMemory(RankStep):
         The forward after a backward gathers nothing, and reshards each block. After the schedule,
         the root is reduced first, then the embedding and the blocks.
         """
-        rank_memory, point = self.rank_memory, self.peak_point
-        layers, gradient_bytes = rank_memory.num_layers, fsdp.reduced_element_bytes
+        states, point = self.states, self.peak_point
+        layers, gradient_bytes = states.num_layers, fsdp.reduced_element_bytes
         block = self.gathered_block_bytes
         yield self._gathered_outside_entry(fsdp)
         kept = layers * fsdp.keeps_unsharded
         # Blocks of the rank's other stages, whose forward does not follow their backward.
-        others = (layers - layers // len(rank_memory.stages)) * (point.finished_backwards > 0)
+        others = (layers - layers // len(states.stages)) * (point.finished_backwards > 0)
         prefetched = min(fsdp.prefetch, layers - 1)
         blocks = {
             StepPhase.forward: (kept or others + 1) + self.gathers_in_forward,
@@ -190,7 +189,7 @@ class FSDPStateMemory(RankStep):
         }
         blocks |= {
             phase: kept or min(layers, others + done + 1 + prefetched)
-            for phase, (_, done) in self.blocks_by_phase.items()
+            for phase, (_, done) in self.gradients.blocks_by_phase.items()
             if phase in AFTER_HEAD
         }
         yield MemoryEntry(
@@ -199,15 +198,15 @@ class FSDPStateMemory(RankStep):
             f"{block:,} B per block",
             "kept until the next forward",
         )
-        block_gradient = shard_elements(rank_memory.block_weights, trained=True) * gradient_bytes
-        rest_gradient = shard_elements(rank_memory.other_weights, trained=True) * gradient_bytes
+        block_gradient = shard_elements(states.block_weights, trained=True) * gradient_bytes
+        rest_gradient = shard_elements(states.other_weights, trained=True) * gradient_bytes
         if point.finished_backwards:
             sizes = dict.fromkeys(FORWARD_BACKWARD, layers * block_gradient + rest_gradient)
         else:
-            head = self.head_numel * gradient_bytes * rank_memory.has_head
+            head = self.head_numel * gradient_bytes * states.has_head
             sizes = {
                 phase: done * block_gradient + head
-                for phase, (_, done) in self.blocks_by_phase.items()
+                for phase, (_, done) in self.gradients.blocks_by_phase.items()
                 if phase in AFTER_HEAD
             }
         yield MemoryEntry(
@@ -224,9 +223,9 @@ class FSDPStateMemory(RankStep):
 
         Each group is first resharded; its whole gradients are freed after their reduction.
         """
-        groups, blocks = fsdp.groups, self.rank_memory.block_weights
+        groups, blocks = fsdp.groups, self.states.block_weights
         outer = [(weights, False) for weights in (groups.root, groups.embedding)]
-        gathered = [(blocks, True)] * self.rank_memory.num_layers
+        gathered = [(blocks, True)] * self.states.num_layers
         sizes, freed_bytes = [0], 0
         for weights, is_gathered in (*outer, *gathered, (groups.head, True)):
             source, shard = fsdp.reduced_bytes(weights)
@@ -245,34 +244,34 @@ class FSDPStateMemory(RankStep):
 
     def earlier_gradient_entry(self, element_bytes: int, reason: str) -> MemoryEntry:
         """Unsharded gradients of earlier micro-batches that are not yet in their bucket."""
-        blocks = self.rank_memory.cumulative_trained_elements(shards=1)
-        rest = shard_elements(self.rank_memory.other_weights, trained=True) * element_bytes
-        moves_to_bucket = self.rank_memory.fsdp is None and not self.has_tied_weights
+        blocks = self.states.cumulative_trained_elements(shards=1)
+        rest = shard_elements(self.states.other_weights, trained=True) * element_bytes
+        moves_to_bucket = self.states.fsdp is None and not self.has_tied_weights
         remaining_bytes = rest - self.head_numel * element_bytes * moves_to_bucket
-        if self.rank_memory.fsdp is not None:
-            head = self.rank_memory.fsdp.groups.head
+        if self.states.fsdp is not None:
+            head = self.states.fsdp.groups.head
             remaining_bytes -= shard_elements(head, trained=True) * element_bytes
         phases = {
             phase: (blocks[-1] - blocks[done]) * element_bytes
             + (remaining_bytes if phase in AFTER_HEAD else rest)
-            for phase, (_, done) in self.blocks_by_phase.items()
+            for phase, (_, done) in self.gradients.blocks_by_phase.items()
         }
         if self.accumulates_unsharded:
             phases = dict.fromkeys(FORWARD_BACKWARD, blocks[-1] * element_bytes + rest)
         formula = f"{blocks[-1] * element_bytes:,} B of blocks + {rest:,} B"
-        if self.run.model.has_equal_blocks:
-            layers = self.rank_memory.num_layers
+        if self.configs.model.has_equal_blocks:
+            layers = self.states.num_layers
             formula = f"{layers} blocks x {blocks[1] * element_bytes:,} B + {rest:,} B"
         return MemoryEntry("gradients of earlier micro batches", phases, formula, reason)
 
     def _replica_gradient_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
         """All-reduced gradient shards, which FSDP2 keeps until backward ends."""
         _, head = fsdp.reduced_bytes(fsdp.groups.head)
-        _, block = fsdp.reduced_bytes(self.rank_memory.block_weights)
-        blocks = self.rank_memory.cumulative_trained_elements(fsdp.num_shards)
+        _, block = fsdp.reduced_bytes(self.states.block_weights)
+        blocks = self.states.cumulative_trained_elements(fsdp.num_shards)
         phases = {
             phase: blocks[done] * fsdp.reduced_element_bytes + head * (phase in AFTER_HEAD)
-            for phase, (_, done) in self.blocks_by_phase.items()
+            for phase, (_, done) in self.gradients.blocks_by_phase.items()
         }
         return MemoryEntry(
             "sums over replicas", phases, f"{block:,} B per block", "kept until backward ends"

@@ -6,10 +6,10 @@ people read their titles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 
@@ -163,6 +163,34 @@ class MemoryEntry(NamedTuple):
         """Largest size over all phases, in bytes."""
         return max(self.bytes.values(), default=0)
 
+    def without(self, phases: Container[StepPhase]) -> MemoryEntry:
+        """Entry with zero bytes in ``phases``."""
+        sizes = {phase: size for phase, size in self.bytes.items() if phase not in phases}
+        return self._replace(bytes=sizes)
+
+
+class EntryGroup(NamedTuple):
+    """Entries that depend on the same options, and their sums."""
+
+    entries: tuple[MemoryEntry, ...]
+    """Entries that are not empty."""
+    sums: tuple[int, ...]
+    """Sum of the entries at each of ``ALL_PHASES``, in bytes."""
+
+
+def group_entries(entries: Iterable[MemoryEntry]) -> EntryGroup:
+    """Return entries without empty ones, and their sums."""
+    filled = tuple(entry for entry in entries if entry.max_bytes)
+    return EntryGroup(filled, tuple(_sum_by_phase(filled).values()))
+
+
+def _sum_by_phase(entries: Iterable[MemoryEntry]) -> dict[StepPhase, int]:
+    sums = NO_BYTES.copy()
+    for entry in entries:
+        for phase, size in entry.bytes.items():
+            sums[phase] += size
+    return sums
+
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
@@ -170,17 +198,20 @@ class MemoryBreakdown:
 
     entries: tuple[MemoryEntry, ...]
     """Entries, in order of computation."""
-    phases: Mapping[StepPhase, int] = field(init=False)
-    """Sum of the entries by phase, in bytes."""
 
-    def __post_init__(self) -> None:
-        sums = NO_BYTES.copy()
-        for entry in self.entries:
-            for phase, size in entry.bytes.items():
-                sums[phase] += size
-        object.__setattr__(self, "phases", sums)
+    @cached_property
+    def phases(self) -> Mapping[StepPhase, int]:
+        """Sum of the entries by phase, in bytes."""
+        return _sum_by_phase(self.entries)
 
-    @property
+    @classmethod
+    def with_sums(cls, entries: tuple[MemoryEntry, ...], sums: Iterable[int]) -> MemoryBreakdown:
+        """Breakdown whose sums at ``ALL_PHASES`` are known."""
+        breakdown = cls(entries)
+        breakdown.__dict__["phases"] = dict(zip(ALL_PHASES, sums, strict=True))
+        return breakdown
+
+    @cached_property
     def peak(self) -> int:
         """Peak memory, in bytes."""
         return max(self.phases.values())

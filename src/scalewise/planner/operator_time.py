@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -105,7 +105,7 @@ class GraphSeconds:
     """Recomputation in backward, by what is recomputed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSeconds:
     """Times of the operator graphs of a model."""
 
@@ -120,13 +120,15 @@ class ModelSeconds:
         """Return the index in ``blocks`` of the block of a layer."""
         return self.layer_kinds[layer] if self.layer_kinds else 0
 
-    def count_blocks(self, stages: Iterable[StageSlice]) -> list[tuple[GraphSeconds, int]]:
+    @lru_cache(maxsize=4096)  # noqa: B019 (a search plans thousands of runs with few models)
+    def count_blocks(self, stages: tuple[StageSlice, ...]) -> tuple[tuple[GraphSeconds, int], ...]:
         """Return the times of each kind of block of some stages, with the number of blocks."""
         counts = Counter(self.kind_of_layer(layer) for stage in stages for layer in stage.layers)
-        return [(self.blocks[kind], count) for kind, count in counts.items()]
+        return tuple((self.blocks[kind], count) for kind, count in counts.items())
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (as above)
     def recompute_seconds(
-        self, memory: ActivationCheckpointing, stages: Iterable[StageSlice]
+        self, memory: ActivationCheckpointing, stages: tuple[StageSlice, ...]
     ) -> float:
         """Return the time of the recomputation of all blocks of some stages, in seconds."""
         counts = Counter(

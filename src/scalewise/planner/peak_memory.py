@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalewise.planner.deepspeed_memory import DeepSpeedDeviceMemory
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
 from scalewise.planner.rank_memory import RankMemory, rank_memory_of
 from scalewise.planner.rank_partition import list_distinct_ranks
-from scalewise.planner.rank_step import iter_peak_points
+from scalewise.planner.rank_step import peak_points, state_configs
 from scalewise.run_config import RunConfig
 
 
@@ -49,8 +48,7 @@ def _distinct_rank_memories(run: RunConfig) -> list[RankMemory]:
 
 def _device_at_peak(run: RunConfig, rank_memory: RankMemory) -> DeviceMemory:
     """Return a rank at the point of a step with its highest peak."""
-    kind = DeviceMemory if rank_memory.zero is None else DeepSpeedDeviceMemory
-    first, *others = (kind(run, rank_memory, point) for point in iter_peak_points(rank_memory))
-    for device in others:
-        device.share_persistent_entries(first)
-    return max((first, *others), key=lambda it: it.peak)
+    configs = state_configs(run, rank_memory.forward_spec)
+    points = peak_points(rank_memory)
+    devices = (DeviceMemory(run, rank_memory, configs, point) for point in points)
+    return max(devices, key=lambda it: it.peak)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, singledispatch
-from itertools import accumulate, chain
+from collections.abc import Hashable
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cached_property, lru_cache, singledispatch
+from typing import TypeVar
 
 from scalewise.cached_hash import cache_hash
-from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
 from scalewise.lazy_dispatch import not_registered
-from scalewise.models.base import StageSlice, Weight
+from scalewise.models.base import StageSlice
 from scalewise.models.op_graph import ForwardSpec
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
@@ -21,217 +19,73 @@ from scalewise.parallelism.mesh import ContextAttention, MeshConfig, PipelineSch
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.last_run import remember_last_run
-from scalewise.planner.rank_partition import FSDPGroups, RankStages, partition_of
-from scalewise.planner.weight_sizes import (
-    gathered_bytes,
-    multiples,
-    padded_elements,
-    shard_bytes,
-    shard_elements,
-    state_bytes,
-)
+from scalewise.planner.rank_partition import RankStages, partition_of
+from scalewise.planner.rank_states import FSDPMemory, RankStates, ZeroMemory
 from scalewise.quantization.config import weights_by_block
 from scalewise.run_config import RunConfig
 
 
 @cache_hash
 @dataclass(frozen=True)
-class FSDPMemory:
-    """FSDP2: parameters gathered block by block, gradients reduced to shards."""
+class PipelinePasses(RankStages):
+    """Forward passes through the stages of a rank that wait for their backward."""
 
-    num_shards: int
-    """Number of ranks that shard each parameter."""
-    gathered_element_bytes: int
-    """Bytes per element of gathered parameters."""
-    reduced_element_bytes: int
-    """Bytes per element of gradients in a reduction."""
-    keeps_unsharded: bool
-    """Whether blocks stay unsharded between forward and backward."""
-    keeps_between_passes: bool
-    """Whether parameters stay unsharded for all micro-batches of a step."""
-    prefetch: int
-    """Number of blocks gathered ahead of use."""
-    has_unsharded_gradients: bool
-    """Whether gradients stay unsharded until the last micro-batch."""
-    has_replicas: bool
-    """Whether gradient shards are also all-reduced over replicas."""
-    groups: FSDPGroups
-    """Weights outside of blocks by FSDP group, before sharding."""
+    pipeline_ranks: int
+    """Number of pipeline ranks."""
+    in_flight: int
+    """Maximum number of forward passes through one stage that wait for their backward."""
+    num_pipeline_micro_batches: int
+    """Number of pipeline micro-batches per micro-batch."""
+    num_stage_buffers: int
+    """Number of micro-batches with a buffer for received activations."""
+    num_gradient_buffers: int
+    """Number of micro-batches with a buffer for received gradients."""
 
-    def gathered_bytes(self, weights: tuple[Weight, ...]) -> int:
-        """Return the size of gathered weights, in bytes."""
-        return gathered_bytes(weights, self.gathered_element_bytes, self.num_shards)
 
-    def reduced_bytes(self, weights: tuple[Weight, ...]) -> tuple[int, int]:
-        """Return the sizes of a reduction of gradients in bytes: of its input and its output."""
-        output = shard_elements(weights, self.num_shards, trained=True)
-        source = padded_elements(weights, self.num_shards)
-        return source * self.reduced_element_bytes, output * self.reduced_element_bytes
-
-    def copied_gradient_elements(self, weights: tuple[Weight, ...]) -> int:
-        """Return the elements of a gradient that FSDP2 copies, since it shards its columns."""
-        is_sharded = self.num_shards > 1
-        copied = (it.numel for it in weights if it.trainable and it.shard_dim and is_sharded)
-        return max(copied, default=0)
+STATE_FIELDS, PASS_FIELDS = (
+    tuple(entry.name for entry in fields(part)) for part in (RankStates, PipelinePasses)
+)
+Part = TypeVar("Part", RankStates, PipelinePasses)
 
 
 @dataclass(frozen=True)
-class ZeroMemory:
-    """DeepSpeed ZeRO: master weights, gradient buckets and gathered parameters."""
-
-    stage: int
-    """ZeRO stage."""
-    weight_element_bytes: int
-    """Bytes per element of the weights used in forward and backward."""
-    master_element_bytes: int
-    """Bytes per element of the master weights that the optimizer updates."""
-    gradient_element_bytes: int
-    """Bytes per element of a gradient that waits for the optimizer step."""
-    bucket_elements: int
-    """Elements per gradient bucket."""
-    num_buckets: int
-    """Number of gradient buckets that are alive in backward."""
-    max_live_elements: int
-    """Maximum number of gathered elements between uses."""
-    persistence_threshold: int
-    """Parameters with fewer elements stay unsharded."""
-
-
-@dataclass(frozen=True)
-class RankMemory(RankStages):
+class RankMemory(RankStates):
     """Memory partition of one rank."""
 
+    _: KW_ONLY
     forward_spec: ForwardSpec
     """Sizes and formats of a forward pass."""
-    block_weights: tuple[Weight, ...]
-    """Weights of one block, after tensor parallelism and before sharding; of blocks that differ,
-    those of the largest one."""
-    other_weights: tuple[Weight, ...]
-    """Weights outside of blocks, after tensor parallelism and before sharding."""
-    parameter_shards: int = 1
-    """Number of ranks that shard the parameters."""
-    gradient_shards: int = 1
-    """Number of ranks that shard the gradients."""
-    state_shards: int = 1
-    """Number of ranks that shard the optimizer state."""
-    has_persistent_buckets: bool = False
-    """Whether gradients are views of buckets that persist between steps."""
-    bucket_copy_bytes: int = 0
-    """Size of buckets that copy the gradients."""
     in_flight: int = 1
     """Maximum number of forward passes through one stage that wait for their backward."""
     num_pipeline_micro_batches: int = 1
     """Number of pipeline micro-batches per micro-batch."""
-    pipeline_ranks: int = 1
-    """Number of pipeline ranks."""
     num_stage_buffers: int = 1
     """Number of micro-batches with a buffer for received activations; in torch all of a schedule
     have one."""
     num_gradient_buffers: int = 1
     """Number of micro-batches with a buffer for received gradients; in torch all of a schedule."""
-    fsdp: FSDPMemory | None = None
-    """FSDP2 sharding."""
-    zero: ZeroMemory | None = None
-    """DeepSpeed ZeRO."""
-    states_on_host: bool = False
-    """Whether optimizer state is stored in host memory."""
-    states_paged: bool = False
-    """Whether the driver pages optimizer state between device and host."""
-    parameters_on_host: bool = False
-    """Whether parameters are stored in host memory."""
-    states_on_disk: bool = False
-    """Whether optimizer state is stored on disk."""
-    parameters_on_disk: bool = False
-    """Whether parameters are stored on disk."""
-    weights_by_block: tuple[tuple[Weight, ...], ...] = ()
-    """Weights of each block, in order; empty: all blocks are equal."""
 
     @cached_property
-    def block_counts(self) -> Mapping[tuple[Weight, ...], int]:
-        """Number of blocks with the same weights."""
-        if self.weights_by_block:
-            return Counter(self.weights_by_block)
-        return {self.block_weights: self.num_layers}
+    def states(self) -> RankStates:
+        """Model states of the rank; equal ones are one object."""
+        return _unique(RankStates(*(getattr(self, name) for name in STATE_FIELDS)))
 
-    @property
-    def all_weights(self) -> tuple[Weight, ...]:
-        """Weights of all blocks and those outside of blocks."""
-        blocks = Counter(self.block_counts).elements()
-        return (*chain.from_iterable(blocks), *self.other_weights)
+    @cached_property
+    def passes(self) -> PipelinePasses:
+        """Forward passes of the rank; equal ones are one object."""
+        return _unique(PipelinePasses(*(getattr(self, name) for name in PASS_FIELDS)))
 
-    def numel(self, shards: int, *, trained: bool = False) -> int:
-        """Return the elements of a shard of the rank's parameters, or of the trained ones."""
-        return self._sum_weights(lambda group: shard_elements(group, shards, trained=trained))
 
-    def weight_bytes(self, element_bytes: int, shards: int) -> int:
-        """Return the size of a shard of the rank's parameters, in bytes."""
-        return self._sum_weights(lambda group: shard_bytes(group, element_bytes, shards))
+@lru_cache(maxsize=4096)
+def _unique_part(part: Hashable) -> Hashable:
+    return part
 
-    def state_bytes(self, run: RunConfig) -> int:
-        """Return the size of the optimizer state of this rank, in bytes."""
-        element_bytes = run.precision.parameters.bytes
-        return self._sum_weights(
-            lambda group: state_bytes(run.optimizer, group, self.state_shards, element_bytes)
-        )
 
-    def list_block_weights(self) -> tuple[tuple[Weight, ...], ...]:
-        """Return the weights of each block, in order."""
-        return self.weights_by_block or (self.block_weights,) * self.num_layers
-
-    def cumulative_trained_elements(self, shards: int) -> tuple[int, ...]:
-        """Return the trained elements of the last 0, 1, ... blocks, sharded."""
-        if not self.weights_by_block:
-            return multiples(
-                shard_elements(self.block_weights, shards, trained=True), self.num_layers
-            )
-        blocks = reversed(self.weights_by_block)
-        elements = (shard_elements(block, shards, trained=True) for block in blocks)
-        return tuple(accumulate(elements, initial=0))
-
-    def _sum_weights(self, measure: Callable[[tuple[Weight, ...]], int]) -> int:
-        """Return the sum of a measure over the weights of all blocks and those outside."""
-        blocks = sum(count * measure(group) for group, count in self.block_counts.items())
-        return blocks + measure(self.other_weights)
-
-    def ema_bytes(self, run: RunConfig) -> int:
-        """Return the size of the moving average of the weights on this rank, in bytes."""
-        has_average = averaging_callback(run.callbacks) is not None
-        return (
-            has_average
-            * AVERAGE_BYTES_PER_ELEMENT
-            * self.numel(self.parameter_shards, trained=True)
-        )
-
-    @property
-    def streams_weights(self) -> bool:
-        """Whether parameters are copied to the host and back, one at a time, for the update."""
-        return self.states_on_host and self.zero is None and not self.parameters_on_host
-
-    @property
-    def largest_numel(self) -> int:
-        """Elements of the largest trained parameter, after sharding."""
-        weights = (*chain.from_iterable(self.block_counts), *self.other_weights)
-        return max((w.shard_numel(self.state_shards) for w in weights if w.trainable), default=0)
-
-    def scratch_bytes(self, run: RunConfig) -> int:
-        """Return the temporary memory of an optimizer update, in bytes."""
-        element_bytes, weights = (
-            run.precision.parameters.bytes,
-            (*chain.from_iterable(self.block_counts), *self.other_weights),
-        )
-        optimizer, shards, is_rounded = (
-            run.optimizer,
-            self.state_shards,
-            run.precision.stochastic_rounding,
-        )
-        sizes = (
-            optimizer.rounding_scratch_bytes(w, shards)
-            if is_rounded
-            else optimizer.scratch_bytes(w, shards, element_bytes)
-            for w in weights
-            if w.trainable
-        )
-        return max(sizes, default=0)
+def _unique(part: Part) -> Part:
+    """Return one object for all equal parts, which caches compare by identity."""
+    unique = _unique_part(part)
+    assert isinstance(unique, type(part))
+    return unique
 
 
 @singledispatch
@@ -295,6 +149,8 @@ def deepspeed_rank_memory(config: DeepSpeedConfig, run: RunConfig, rank: int = 0
             max_live_elements=MAX_LIVE_ELEMENTS if stage == 3 else 0,
             persistence_threshold=config.keep_whole_below if stage == 3 else 0,
         ),
+        # From stage 2 on, a gradient is copied into its bucket as soon as it is computed.
+        has_persistent_buckets=stage >= 2,
         state_shards=ranks,
         gradient_shards=ranks if stage >= 2 else 1,
         parameter_shards=ranks if stage == 3 else 1,
@@ -331,7 +187,9 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
     pipeline_micro_batches = config.num_pipeline_micro_batches if sizes["pipeline"] > 1 else 1
     return RankMemory(
         partition.stages,
-        forward_spec(
+        block,
+        other,
+        forward_spec=forward_spec(
             run,
             partition.sequences,
             partition.tokens_per_sequence,
@@ -343,8 +201,6 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
             expert_ranks=config.expert,
             gathers_keys=config.attention is ContextAttention.gather,
         ),
-        block,
-        other,
         parameter_shards=shards,
         gradient_shards=shards,
         state_shards=shards,
@@ -388,9 +244,9 @@ def replicated_memory(run: RunConfig) -> RankMemory:
     block, rest = run.weight_census_by_kind()
     return RankMemory(
         (StageSlice(range(layers)),),
-        forward_spec(run, run.sequences_per_forward, run.data.sequence),
         block,
         rest,
+        forward_spec=forward_spec(run, run.sequences_per_forward, run.data.sequence),
         states_on_host=run.optimizer.offload and run.hardware.device is DeviceKind.cuda,
         states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
         weights_by_block=weights_by_block(run.quantization, run.adapter, run.model),

@@ -8,10 +8,13 @@ bf16, unless a precision is typed. ``all`` then changes more options of the best
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from math import ceil
+from typing import Any
 
 from scalewise.adapters import LoRAAdapterConfig
 from scalewise.errors import ConfigError
@@ -20,12 +23,11 @@ from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import SGDConfig
-from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration, search_refinement
 from scalewise.planner.fit_check import FitStatus, RunVariant
-from scalewise.planner.plan import Plan
-from scalewise.planner.step_time import device_rates, predict_step_time
+from scalewise.planner.search_result import SearchCandidate, SearchResult
+from scalewise.planner.step_time import least_step_seconds
 from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
@@ -42,127 +44,6 @@ NUM_REFINED = 12
 """Number of runs that the second stage of ``plan.search=all`` changes."""
 SHOWN_GROUPS = {"memory", "objective"}
 """Groups whose value each row of a search shows."""
-TIME_TOLERANCE = 0.05
-"""Relative difference of step times that is too small to prefer a layout with more mesh axes: half
-the median error of predicted times (``scalewise bench planner``)."""
-
-
-@dataclass(frozen=True)
-class SearchCandidate(Plan):
-    """Plan of one run of a search."""
-
-    training_overrides: Overrides = ()
-    """Overrides that change the training result or its precision."""
-    refinement: Overrides = ()
-    """Other overrides that the second stage of a search has added."""
-
-    @property
-    def is_acceptable(self) -> bool:
-        """Whether the run fits."""
-        return self.fit.status.is_acceptable
-
-    @property
-    def needs_deepspeed(self) -> bool:
-        """Whether the run trains with DeepSpeed, a package that others do not need."""
-        return isinstance(self.run.parallelism, DeepSpeedConfig)
-
-    def cost(self, rank: RankBy) -> tuple[float, float]:
-        """Return the ranked quantity, and the one that breaks a tie."""
-        seconds, peak = self.step_seconds, float(self.fit.breakdown.peak)
-        if rank is RankBy.memory:
-            return peak, seconds
-        return seconds * (self.run.world_size if rank is RankBy.price else 1), peak
-
-    @cached_property
-    def step_seconds(self) -> float:
-        """Step time, in seconds; 0 if the hardware profile lacks a rate."""
-        return 0.0 if self.step_time is None else self.step_time.seconds
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Candidates of a search."""
-
-    base_run: RunConfig
-    """Requested run."""
-    candidates: tuple[SearchCandidate, ...]
-    """Plans of all valid runs."""
-
-    @cached_property
-    def rank_by(self) -> RankBy:
-        """Ranked quantity; memory if the hardware profile lacks a rate."""
-        return (
-            self.base_run.plan.rank_by if device_rates(self.base_run) is not None else RankBy.memory
-        )
-
-    @cached_property
-    def best(self) -> SearchCandidate | None:
-        """The best candidate: by fit, then by changes of training, then by the ranked quantity.
-
-        Of those within ``TIME_TOLERANCE`` of the least time or price, it has the fewest mesh axes,
-        and needs no DeepSpeed if another one has as few.
-        """
-        first, rank = self.lowest_cost, self.rank_by
-        if first is None or rank is RankBy.memory:
-            return first
-        (limit, _), changes = first.cost(rank), len(first.training_overrides)
-        return min(
-            (
-                candidate
-                for candidate in self.candidates
-                if candidate.is_acceptable == first.is_acceptable
-                and not candidate.fit.status.is_out_of_memory
-                and len(candidate.training_overrides) == changes
-                and candidate.cost(rank)[0] <= limit * (1 + TIME_TOLERANCE)
-            ),
-            key=lambda it: (_num_axes(it), it.needs_deepspeed, it.cost(rank)),
-        )
-
-    @cached_property
-    def lowest_cost(self) -> SearchCandidate | None:
-        """The best candidate whatever its number of mesh axes; None: none can fit."""
-        rank = self.rank_by
-        return min(
-            (
-                candidate
-                for candidate in self.candidates
-                if not candidate.fit.status.is_out_of_memory
-            ),
-            key=lambda it: (not it.is_acceptable, len(it.training_overrides), it.cost(rank)),
-            default=None,
-        )
-
-    @cached_property
-    def pareto_front(self) -> tuple[SearchCandidate, ...]:
-        """Pareto front of time, memory and price among runs with unchanged training."""
-        return _pareto_front(one for one in self.candidates if not one.training_overrides)
-
-    @cached_property
-    def changed_training_front(self) -> tuple[SearchCandidate, ...]:
-        """Runs with changed training on the Pareto front of all candidates."""
-        return tuple(one for one in _pareto_front(self.candidates) if one.training_overrides)
-
-
-def _num_axes(candidate: SearchCandidate) -> int:
-    return sum(size > 1 for size in layout_enumeration.axis_sizes(candidate.run.parallelism))
-
-
-def _pareto_front(candidates: Iterable[SearchCandidate]) -> tuple[SearchCandidate, ...]:
-    """Return the candidates that fit and that no other dominates, fastest first."""
-    front: list[SearchCandidate] = []
-    for candidate in sorted((one for one in candidates if one.is_acceptable), key=_candidate_costs):
-        if not any(_dominates(other, candidate) for other in front):
-            front.append(candidate)
-    return tuple(front)
-
-
-def _candidate_costs(candidate: SearchCandidate) -> tuple[float, float, float]:
-    (seconds, peak), (price, _) = candidate.cost(RankBy.time), candidate.cost(RankBy.price)
-    return seconds, peak, price
-
-
-def _dominates(one: SearchCandidate, other: SearchCandidate) -> bool:
-    return all(a <= b for a, b in zip(_candidate_costs(one), _candidate_costs(other), strict=True))
 
 
 def search_runs(
@@ -178,13 +59,26 @@ def search_runs(
     if issues := [*layout_enumeration.layout_issues(run, override_keys(run.overrides))]:
         raise ConfigError(issues)
     candidates = []
-    for candidate in iter_candidates(run):
-        candidates.append(candidate)
-        report_progress(len(candidates))
-    if run.plan.search is PlanSearch.all:
-        candidates += _iter_refined(SearchResult(run, tuple(candidates)))
-        report_progress(len(candidates))
+    with _pause_garbage_collection():
+        for candidate in iter_candidates(run):
+            candidates.append(candidate)
+            report_progress(len(candidates))
+        if run.plan.search is PlanSearch.all:
+            candidates += _iter_refined(SearchResult(run, tuple(candidates)))
+            report_progress(len(candidates))
     return SearchResult(run, tuple(candidates))
+
+
+@contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Pause the search for reference cycles: candidates have none, and all of them are kept."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _iter_refined(result: SearchResult) -> Iterator[SearchCandidate]:
@@ -219,17 +113,14 @@ def _iter_refined(result: SearchResult) -> Iterator[SearchCandidate]:
 def _build_candidate(
     variant: RunVariant, training_overrides: Overrides, refinement: Overrides = ()
 ) -> SearchCandidate:
-    """Return the plan of a run; the step time is None if it runs out of memory."""
-    run, fit = variant.run, variant.fit
-    fails = fit.status is FitStatus.out_of_memory
-    step_time = None if fails else predict_step_time(run)
+    """Return the candidate of a run."""
     return SearchCandidate(
-        run,
-        fit,
-        step_time,
-        variant.overrides,
+        variant.run,
+        variant.fit,
+        overrides=variant.overrides,
         training_overrides=training_overrides,
         refinement=refinement,
+        least_seconds=least_step_seconds(variant.run),
     )
 
 
@@ -373,10 +264,10 @@ def _micro_batch_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> It
     rank_sequences = global_batch // layout.data_parallel_size
     is_fixed = "trainer.micro_batch" in fixed_keys
 
-    def with_size(size: int) -> RunVariant:
+    def with_size(size: int, *more: str, **groups: Any) -> RunVariant:
         trainer = _with_batch(run.trainer, size, global_batch)
         overrides = (f"trainer.micro_batch={size}", f"trainer.global_batch={global_batch}")
-        return variant.change(*overrides, trainer=trainer)
+        return variant.change(*overrides, *more, trainer=trainer, **groups)
 
     if layout_enumeration.is_pipeline(layout):
         size = run.micro_batch if is_fixed else rank_sequences
@@ -384,7 +275,7 @@ def _micro_batch_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> It
             if num_micro_batches >= layout.num_stages and size % num_micro_batches == 0:
                 override = f"parallelism.pipeline_micro_batches={num_micro_batches}"
                 pipeline = replace(layout, pipeline_micro_batches=num_micro_batches)
-                yield with_size(size).change(override, parallelism=pipeline)
+                yield with_size(size, override, parallelism=pipeline)
         return
     for size in [run.micro_batch] if is_fixed else _powers_of_two_below(rank_sequences):
         if rank_sequences % size == 0:

@@ -39,6 +39,9 @@ OVERLAP_SLOWDOWN = 0.189
 """Mean slowdown of compute during collectives, which use multiprocessors and memory bandwidth too
 (Lee et al., 2025, arXiv 2507.03114, abstract: A100, H100, MI210 and MI250)."""
 
+ROUNDING = 1e-9
+"""Largest relative rounding error of a step time."""
+
 
 def device_rates(run: RunConfig) -> DeviceRates | None:
     """Return the rates of a rank in the precision of the run; None if the profile lacks one."""
@@ -69,6 +72,18 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
     return slowest.scale(run.hardware.step_scale)
 
 
+def least_step_seconds(run: RunConfig) -> float:
+    """Return a lower bound of the step time, in seconds: rank 0 without collectives.
+
+    It is 0 if the profile lacks a rate.
+    """
+    rates = device_rates(run)
+    if rates is None:
+        return 0.0
+    step = _rank_step_time(run, 0, rates, has_collectives=False)
+    return step.scale(run.hardware.step_scale).seconds * (1 - ROUNDING)
+
+
 def predict_collective_seconds(run: RunConfig) -> dict[str, float]:
     """Return the time of each kind of collective of the slowest rank in a step, in seconds.
 
@@ -93,7 +108,13 @@ def _slowest_rank(run: RunConfig, rates: DeviceRates) -> tuple[int, StepTime]:
     return max(steps, key=lambda it: it[1].seconds)
 
 
-def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
+def _rank_step_time(
+    run: RunConfig, rank: int, rates: DeviceRates, *, has_collectives: bool = True
+) -> StepTime:
+    """Return the step time of a rank.
+
+    ``has_collectives``: False leaves out collectives, so that no part takes longer.
+    """
     rank_memory = rank_memory_of(run, rank)
     graphs = model_seconds(run.model, rank_memory.forward_spec, rates)
     micro_batches = run.accumulation * rank_memory.num_pipeline_micro_batches
@@ -117,7 +138,9 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
             update_bytes = run.optimizer.rounding_traffic_bytes(elements)
         optimizer += (parameter_bytes + update_bytes) / rates.memory_bytes_per_s
     compute = sum(compute_by_work.values()) + recompute + reference
-    exposed, overlapped = _collective_seconds(run, rank, compute)
+    exposed, overlapped = dict[str, float](), 0.0
+    if has_collectives:
+        exposed, overlapped = _collective_seconds(run, rank, compute)
     on_cuda = run.hardware.device is DeviceKind.cuda
     overlap_seconds = (
         host.stepping if rank_memory.streams_weights else OVERLAP_SHARE * compute - overlapped

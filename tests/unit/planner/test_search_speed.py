@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import _lru_cache_wrapper
@@ -12,8 +13,11 @@ import pytest
 from scalewise.models.op_graph import build_op_graphs
 from scalewise.planner import (
     activation_liveness,
+    activation_memory,
+    device_memory,
     forward_pass,
     operator_time,
+    pipeline_memory,
     rank_memory,
     rank_partition,
     rank_step,
@@ -23,15 +27,19 @@ from scalewise.planner import (
 )
 from scalewise.planner.fit_check import check_fit
 from scalewise.planner.last_run import remember_last_run
-from scalewise.planner.search import SearchResult
+from scalewise.planner.search import search_runs
+from scalewise.planner.search_result import SearchResult
 from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 
 FindStrategies = Callable[..., SearchResult]
 PLANNER_MODULES = (
-    *(activation_liveness, forward_pass, operator_time, rank_memory, rank_partition),
-    *(rank_step, step_liveness, step_time, weight_sizes),
+    *(activation_liveness, activation_memory, device_memory, forward_pass, operator_time),
+    *(pipeline_memory, rank_memory, rank_partition, rank_step, step_liveness, step_time),
+    weight_sizes,
 )
+MAX_CALLS = 2400
+"""Maximum number of Python calls per candidate of a search on 8 devices, with its Pareto front."""
 NUM_COMPARED = 15
 """Number of candidates of a search that are planned again without caches."""
 
@@ -88,6 +96,47 @@ def test_search_builds_few_operator_graphs(
     candidates = find_strategies("all", *overrides).candidates
     assert len(built) == len(set(built))
     assert len(built) * 5 < len(candidates)
+
+
+def test_search_calls_per_candidate(compose: Callable[..., RunConfig]) -> None:
+    overrides = ("model=llama3_8b", "hardware=h100_8", "data=synthetic", "trainer.global_batch=16")
+    run = compose("plan.search=all", *overrides, check_machine=False)
+    clear_caches()
+    with cProfile.Profile(builtins=False) as profile:
+        result = search_runs(run)
+        assert result.best is not None
+        assert result.changed_training_front
+    calls = sum(entry.callcount for entry in profile.getstats())
+    assert calls / len(result.candidates) < MAX_CALLS
+
+
+@pytest.mark.parametrize("rank", ["time", "price", "memory"])
+def test_search_predicts_step_times_of_the_front_only(
+    rank: str, find_strategies: FindStrategies
+) -> None:
+    overrides = ("model=llama3_8b", "hardware=h100_8", "data=synthetic", "trainer.global_batch=16")
+    result = find_strategies("all", *overrides, f"plan.rank_by={rank}")
+    shown = (result.best, result.lowest_cost, result.pareto_front, result.changed_training_front)
+    num_predicted = sum(one.has_predicted_time for one in result.candidates)
+    assert num_predicted * 2 < len(result.candidates)
+    for candidate in result.candidates:
+        assert candidate.least_seconds < candidate.step_seconds or not candidate.is_acceptable
+    again = SearchResult(result.base_run, result.candidates)
+    fronts = (again.pareto_front, again.changed_training_front)
+    assert (again.best, again.lowest_cost, *fronts) == shown
+    costs = [
+        (one.step_seconds, one.fit.peak, one.step_seconds * one.run.world_size)
+        for one in result.candidates
+        if one.is_acceptable and not one.training_overrides
+    ]
+    best = [
+        one
+        for one in costs
+        if not any(
+            other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in costs
+        )
+    ]
+    assert len({*best}) == len(again.pareto_front)
 
 
 def test_last_run_is_remembered_by_identity(compose: Callable[..., RunConfig]) -> None:
