@@ -102,14 +102,19 @@ def test_weights_are_drawn_in_fp32_for_every_dtype(dtype: torch.dtype) -> None:
         assert torch.equal(meta_model.get_parameter(name), parameter.to(dtype)), name
 
 
-def test_weights_have_the_configured_deviation() -> None:
-    module = build_model(replace(LLAMA, width=256, feedforward=512), 0)
-    block = module.blocks["0"]
+@pytest.mark.parametrize("base_width", [None, 64])
+def test_weights_have_the_configured_deviation(base_width: int | None) -> None:
+    """With a base model of muP, matrices of blocks have a variance of 1 / fan-in relative to it."""
+    base = {"base_width": base_width, "base_heads": base_width and LLAMA.heads}
+    module = build_model(replace(LLAMA, width=256, feedforward=512, **base), 0)
+    block, hidden = module.blocks["0"], 0.02 if base_width is None else 0.02 / 2
     assert isinstance(module, DecoderModule)
     for weight, std in [
         (module.embedding.weight, 0.02),
-        (block.attention.query.weight, 0.02),
-        (block.attention.output.weight, 0.02 / 6**0.5),
-        (block.feedforward.down.weight, 0.02 / 6**0.5),
+        (module.head.weight, 0.02),
+        (block.attention.query.weight, hidden),
+        (block.feedforward.up.weight, hidden),
+        (block.attention.output.weight, hidden / 6**0.5),
+        (block.feedforward.down.weight, hidden / 6**0.5),
     ]:
         assert weight.std().item() == pytest.approx(std, rel=0.05), std

@@ -69,6 +69,7 @@ SPECS["gemma3"] = replace(
     qk_norm=QKNorm.head,
     window=24,
 )
+SPECS["mup"] = replace(SPECS["llama"], base_width=16, base_heads=4)
 SPECS["softcap"] = replace(SPECS["llama"], attention_softcap=2.0)
 SPECS["gemma2"] = replace(SPECS["gemma3"], qk_norm=QKNorm.none, attention_softcap=50.0)
 SPECS["gpt_neox"] = replace(

@@ -12,6 +12,7 @@ from fixtures.strategies import (
     GEMMA2,
     GEMMA3,
     GPT_NEOX,
+    MUP,
     OLMO2,
     OPTION_PRODUCTS,
     PHI,
@@ -75,12 +76,13 @@ ARCHITECTURES = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gpt_neox": GPT_NEOX,
+    "mup": MUP,
     "olmo2": OLMO2,
     "phi": PHI,
 }
 """Options of the decoder by name, on the accumulated batch of a Llama."""
 CI_ARCHITECTURES = (("gemma2", "shard_tensor"), ("gemma3", "tensor"), ("gemma3", "context_gather"))
-CI_ARCHITECTURES += (("phi", "shard_tensor"), ("deepseek", "fsdp"))
+CI_ARCHITECTURES += (("phi", "shard_tensor"), ("deepseek", "fsdp"), ("mup", "shard_tensor"))
 
 
 @pytest.mark.parametrize(

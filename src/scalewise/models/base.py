@@ -60,6 +60,8 @@ class Weight:
     expert_ranks: int = 1
     """Number of the sharding ranks that have parts of a stacked weight of experts; ``shape`` is
     that of one part."""
+    width_ratio: float = 1.0
+    """Size of its dimensions that grow with the width, relative to the base model of muP."""
 
     shard_dim: int = 0
     """Dimension that FSDP shards."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
+from scalewise.optimizers.lr_transfer import LRTransfer, UpdateScale, mup_lr_factor
 
 ROUNDED_ELEMENTS = 1 << 24
 """Largest number of elements that stochastic rounding updates at once: 64 MiB in fp32."""
@@ -41,6 +42,9 @@ class OptimizerConfig(ABC):
     no_decay: tuple[str, ...] = ()
     """Patterns (regex) of parameter names without weight decay; vectors, norms and biases never
     decay."""
+    lr_transfer: LRTransfer = LRTransfer.none
+    """How the learning rate of each parameter follows from that of a model of width
+    ``model.base_width``."""
 
     implementation: ClassVar[str] = ""
     """Module that registers the functions of ``optimizers.build`` for the config."""
@@ -59,6 +63,8 @@ class OptimizerConfig(ABC):
     """Whether state is stored, and parameters updated, in host memory."""
     pages_state = False
     """Whether state is paged to host memory when the device is full."""
+    update_scale: ClassVar[UpdateScale | None] = None
+    """Dependence of updates on the scale of gradients; None: ``lr_transfer`` has no rule."""
 
     @property
     def supports_stochastic_rounding(self) -> bool:
@@ -92,14 +98,23 @@ class OptimizerConfig(ABC):
         return ROUNDING_TRAFFIC * elements
 
     def group_settings(self, weight: Weight) -> dict[str, object]:
-        """Settings of the group of a parameter: learning rate and weight decay."""
+        """Settings of the group of a parameter: learning rate and weight decay.
+
+        ``lr_transfer`` changes both, so that their product is that of the base model.
+        """
         is_excluded = any(re.search(pattern, weight.name) for pattern in self.no_decay)
         decays = len(weight.shape) >= 2 and weight.role != "scale" and not is_excluded
         factor = 1.0
         for pattern, pattern_factor in self.lr_factors.items():
             if re.search(pattern, weight.name):
                 factor *= pattern_factor
-        return {"lr": self.lr * factor, "weight_decay": self.weight_decay if decays else 0.0}
+        transfer = 1.0
+        if self.lr_transfer is LRTransfer.mup and self.update_scale is not None:
+            transfer = mup_lr_factor(weight, self.update_scale)
+        return {
+            "lr": self.lr * factor * transfer,
+            "weight_decay": self.weight_decay / transfer if decays else 0.0,
+        }
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range and each invalid pattern."""

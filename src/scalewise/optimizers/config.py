@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
@@ -14,6 +15,7 @@ from scalewise.optimizers.base import (
     OptimizerConfig,
     betas_issues,
 )
+from scalewise.optimizers.lr_transfer import UpdateScale, is_hidden_matrix
 from scalewise.registry import register_option
 
 MIN_QUANTIZED_ELEMENTS = 4096
@@ -24,8 +26,6 @@ BF16_BYTES = 2
 """Bytes per element of an update during orthogonalization."""
 ORTHOGONALIZED_ELEMENTS = 1 << 22
 """Elements of the matrices that a CUDA device orthogonalizes at once: one of 2048 x 2048."""
-HIDDEN_ROLES = ("attention", "feedforward")
-"""Roles of the matrices that Muon orthogonalizes."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class AdamBase(OptimizerConfig):
     """Decay rate of the second moment."""
     epsilon: float = 1e-8
     """Constant added to the root of the second moment."""
+
+    update_scale: ClassVar[UpdateScale | None] = UpdateScale.normalized
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each hyperparameter out of range."""
@@ -167,6 +169,7 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
 
     implementation = "scalewise.optimizers.implementations"
     packages = ("schedulefree",)
+    update_scale = None
     elementwise = False
     averages_weights = True
 
@@ -191,6 +194,7 @@ class SGDConfig(FixedStateOptimizerConfig):
     """L2 penalty that is added to the gradient of matrices."""
 
     implementation = "scalewise.optimizers.implementations"
+    update_scale = UpdateScale.proportional
 
     @property
     def state_slots(self) -> int:
@@ -228,6 +232,7 @@ class LionConfig(FixedStateOptimizerConfig):
     """Decay rate of the momentum."""
 
     implementation = "scalewise.optimizers.implementations"
+    update_scale = UpdateScale.normalized
 
     @property
     def state_slots(self) -> int:
@@ -327,7 +332,7 @@ class MuonConfig(OptimizerConfig):
 
     def is_hidden(self, weight: Weight) -> bool:
         """Whether a weight is a matrix of a block, which is orthogonalized."""
-        return weight.role in HIDDEN_ROLES and len(weight.shape) == 2
+        return is_hidden_matrix(weight)
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Bytes of the momentum of hidden matrices, or of both moments of other parameters."""

@@ -17,6 +17,7 @@ from scalewise.torch_compile import CompileBackend
 from scalewise.units import GIB, MAX_NUMBER
 from scalewise.validation import trusted_imports
 from scalewise.validation.adapter_rules import TrainedAdapter, adapter_issues, resume_issues
+from scalewise.validation.lr_transfer_rules import lr_transfer_issues
 from scalewise.validation.model_rules import model_issues, token_issues
 from scalewise.validation.objective_rules import misplaced_issues, objective_issues
 from scalewise.validation.parallelism_rules import (
@@ -69,6 +70,7 @@ def iter_issues(run: RunConfig, validated: RunConfig | None = None) -> Iterator[
         yield from precision_issues(run.precision, run)
         yield from objective_issues(run.objective, run)
         yield from optimizer_issues(run.optimizer, run)
+        yield from lr_transfer_issues(run)
         yield from memory_issues(run.memory, run)
         yield from parallelism_issues(run.parallelism, run)
         yield from trainer_issues(run)

@@ -122,6 +122,7 @@ def _reduce_model(run: RunConfig) -> RunConfig:
         shard=run.optimizer.shard,
         lr_factors=run.optimizer.lr_factors,
         no_decay=run.optimizer.no_decay,
+        lr_transfer=run.optimizer.lr_transfer,
     )
     adapter = run.adapter if run.adapter.resume is None else replace(run.adapter, resume=None)  # type: ignore[type-var]  # a dataclass
     return replace(

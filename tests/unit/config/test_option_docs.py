@@ -45,6 +45,7 @@ DIMENSIONLESS = {
         "attention_softcap",
         "aux_loss",
         "balance_rate",
+        "base_heads",
         "capacity_factor",
     ),
     *("bandwidth_share", "batches_per_step", "beta", "beta1", "embedding_multiplier", "experts"),

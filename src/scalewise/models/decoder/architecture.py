@@ -116,6 +116,11 @@ class DecoderArchitecture(LatentAttentionConfig, ExpertsConfig, ModelConfig):
     """Dropout probability of embeddings, attention weights and sublayer outputs."""
     initial_std: float = 0.02
     """Standard deviation of initial weights; divided by sqrt(2 layers) for sublayer outputs."""
+    base_width: int | None = None
+    """Width of the base model of muP, whose learning rate was tuned, in features; null: no base
+    model. Its feedforward and its heads have the same sizes relative to the width."""
+    base_heads: int | None = None
+    """Number of query heads of the base model of muP; null: no base model."""
     weights: str | None = None
     """Folder or .safetensors file of Hugging Face weights to start from; null: random weights."""
 
@@ -161,13 +166,42 @@ class DecoderArchitecture(LatentAttentionConfig, ExpertsConfig, ModelConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Factor of attention scores."""
-        return self.attention_multiplier or 1 / sqrt(self.head_size)
+        """Factor of attention scores; of a base model, divided by ``head_width_ratio``."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier / self.head_width_ratio
+        return 1 / sqrt(self.head_size * self.head_width_ratio)
+
+    @property
+    def width_ratio(self) -> float:
+        """Width relative to the base model of muP; 1 without one."""
+        return 1.0 if self.base_width is None else self.width / self.base_width
+
+    @property
+    def head_width_ratio(self) -> float:
+        """Width of a head relative to the base model of muP; 1 without one.
+
+        The width of all heads together is proportional to the width of the model.
+        """
+        return 1.0 if self.base_heads is None else self.width_ratio * self.base_heads / self.heads
+
+    @property
+    def total_logit_divisor(self) -> float:
+        """Divisor of the logits: ``logit_divisor``, times ``width_ratio`` (muP)."""
+        return self.logit_divisor * self.width_ratio
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial matrices of blocks that do not write the residual.
+
+        That of the base model of muP is ``initial_std``; the variance is inversely proportional
+        to the number of inputs.
+        """
+        return self.initial_std / sqrt(self.width_ratio)
 
     @property
     def feature_divisor(self) -> float:
         """Divisor of the features that the head reads: that of the logits, and their bound."""
-        return self.logit_divisor * (self.logit_softcap or 1.0)
+        return self.total_logit_divisor * (self.logit_softcap or 1.0)
 
     @property
     def has_gate(self) -> bool:
@@ -232,6 +266,7 @@ class DecoderArchitecture(LatentAttentionConfig, ExpertsConfig, ModelConfig):
             "expert_dim": self.hidden_dim,
             "value_head_dim": self.value_size if self.has_latent_attention else None,
             "attention_multiplier": self.attention_scale,
+            "logit_divisor": self.total_logit_divisor,
             "window": window,
             "global_every": None if window is None else within(self.global_every, self.layers),
             "no_rope_every": within(self.no_rope_every, self.layers),

@@ -131,7 +131,19 @@ class DecoderConfig(DecoderArchitecture):
 
     def weight_census(self) -> tuple[Weight, ...]:
         """Return every parameter of ``DecoderModule``, in the order of ``named_parameters()``."""
-        return tuple(self._iter_weights())
+        weights = tuple(self._iter_weights())
+        if self.base_width is None:
+            return weights
+        return tuple(replace(weight, width_ratio=self._size_ratio(weight)) for weight in weights)
+
+    def _size_ratio(self, weight: Weight) -> float:
+        """Return the size of the growing dimensions of a weight relative to the base model."""
+        if weight.name == "head.bias":
+            return 1.0
+        norms = tuple(f".{norm}.weight" for norm in QK_NORMS)
+        if self.qk_norm is QKNorm.head and weight.name.endswith(norms):
+            return self.head_width_ratio
+        return self.width_ratio
 
     def _iter_weights(self) -> Iterator[Weight]:
         yield Weight("embedding.weight", (self.vocabulary, self.width), "embedding")
@@ -296,7 +308,8 @@ class DecoderConfig(DecoderArchitecture):
     def shrink(self, layers: int, width: int | None) -> DecoderConfig:
         """Return a small copy with random weights; heads are at least 8 features wide.
 
-        The number of query heads per key head stays the same if it divides the number of heads.
+        The number of query heads per key head stays the same if it divides the number of heads. A
+        base model of muP has half the width, and as many heads.
         """
         layers = min(layers, self.layers)
         dense_layers = min(self.dense_layers, max(0, layers - 1))
@@ -333,6 +346,8 @@ class DecoderConfig(DecoderArchitecture):
             head_width=head_width,
             feedforward=shrink_hidden(self.feedforward),
             expert_dim=self.expert_dim and shrink_hidden(self.expert_dim),
+            base_width=self.base_width and max(1, width // 2),
+            base_heads=self.base_heads and heads,
         )
 
 

@@ -11,6 +11,8 @@ from scalewise.models.decoder.hf_config_check import config_issues
 from scalewise.models.decoder.kinds import ActivationKind, NormPlacement, PositionKind, Residual
 from scalewise.typed_override import format_override
 
+NO_BASE_MODEL = "set model.base_width=null model.base_heads=null optimizer.lr_transfer=none"
+
 
 def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
     """Yield config issues of the architecture, and of pretrained weights that do not exist."""
@@ -42,6 +44,8 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         "query_latent_dim",
         "rope_head_dim",
         "value_head_dim",
+        "base_width",
+        "base_heads",
     ]
     values = {name: getattr(spec, name) for name in positive}
     invalid = [name for name, value in values.items() if value is not None and value <= 0]
@@ -53,6 +57,7 @@ def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
     if not invalid:
         yield from _shape_issues(spec)
         yield from _latent_attention_issues(spec)
+        yield from _base_model_issues(spec)
         yield from spec.validate_experts()
     if not 0 <= spec.dropout < 1:
         yield _issue(spec, "dropout", "is not in [0, 1)", "set model.dropout=0")
@@ -142,6 +147,34 @@ def _latent_attention_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]
     elif spec.value_size > spec.head_size:
         reason = f"exceeds the width of a head of queries and keys, {spec.head_size}"
         yield _issue(spec, "value_head_dim", reason, _override("value_head_dim", None))
+
+
+def _base_model_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
+    """Yield issues of the base model of muP, whose sizes are positive."""
+    width, heads = spec.base_width, spec.base_heads
+    if width is None and heads is None:
+        return
+    if width is None:
+        reason = "requires model.base_width, the width of the base model"
+        fix = f"{_override('base_width', spec.width)}, or model.base_heads=null"
+        yield _issue(spec, "base_heads", reason, fix)
+        return
+    if heads is None:
+        reason = "requires model.base_heads, the number of query heads of the base model"
+        yield _issue(spec, "base_width", reason, _override("base_heads", spec.heads))
+    elif spec.head_width is None and width % heads:
+        reason = f"is not divisible by model.base_heads={heads}"
+        fix = _override("base_width", heads * (width // heads + 1))
+        yield _issue(spec, "base_width", reason, fix)
+    if spec.experts:
+        reason = "is not supported with model.experts, for which muP has no rule here"
+        yield _issue(spec, "base_width", reason, NO_BASE_MODEL)
+    if spec.has_latent_attention:
+        reason = "is not supported with model.kv_latent_dim, a width that does not follow the model"
+        yield _issue(spec, "base_width", reason, NO_BASE_MODEL)
+    if spec.weights is not None:
+        reason = "scales initial weights and logits, which model.weights has already"
+        yield _issue(spec, "base_width", reason, NO_BASE_MODEL)
 
 
 def _issue(spec: DecoderArchitecture, field: str, reason: str, fix: str) -> ConfigIssue:

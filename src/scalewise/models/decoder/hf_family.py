@@ -17,6 +17,9 @@ from scalewise.models.decoder.hf_names import (
 from scalewise.models.decoder.kinds import RopeScaling
 from scalewise.typed_override import format_override
 
+MUP_MULTIPLIERS = ("attention_multiplier", "logit_divisor")
+"""Options whose values ``base_width`` changes."""
+
 
 @dataclass(frozen=True)
 class HFFamily:
@@ -90,6 +93,9 @@ class HFFamily:
         reason = f"is not supported by Hugging Face's {self.title} (model.position={spec.position})"
         for name, value in self.required_options(spec).items():
             if not is_equal(actual[name], value):
+                if spec.base_width is not None and name in MUP_MULTIPLIERS:
+                    yield self._base_model_issue(spec, name, actual[name])
+                    continue
                 fix = f"set {format_override(f'model.{name}', value)}"
                 yield ConfigIssue(f"model.{name}", actual[name], reason, fix)
         if "experts" in self.keys and not spec.experts:
@@ -97,6 +103,14 @@ class HFFamily:
         if self.has_latent_attention and not spec.has_latent_attention:
             fix = "set model.kv_latent_dim=512 model.rope_head_dim=64"
             yield ConfigIssue("model.kv_latent_dim", None, reason, fix)
+
+    def _base_model_issue(self, spec: DecoderArchitecture, name: str, value: object) -> ConfigIssue:
+        """Issue of a multiplier of muP that ``config.json`` of the family has no key for."""
+        reason = f"results in {name}={value:.6g}, which is not supported by Hugging Face's "
+        reason += f"{self.title}; Granite's config.json has keys for it"
+        fix = "train with the options of Granite: model.norm=rmsnorm model.position=rope "
+        fix += "model.activation=swiglu model.bias=false"
+        return ConfigIssue("model.base_width", spec.base_width, reason, fix)
 
 
 def score_factor(spec: DecoderArchitecture) -> float | None:

@@ -178,13 +178,13 @@ class DecoderModule(ModelModule):
     def init_weights(self, seed: int) -> None:
         """Initialize every parameter from ``seed`` and its name, and fill the buffers.
 
-        Matrices are drawn from N(0, ``initial_std``^2). Those that write to the residual stream are
-        scaled by ``1 / sqrt(2 layers)``, so that its variance does not grow with depth (Radford et
-        al. 2019, GPT-2, section 2.3). Norms are one, or zero if they are zero-centered; biases are
-        zero.
+        Matrices are drawn from N(0, ``initial_std``^2), or N(0, ``hidden_std``^2) in blocks. Those
+        that write to the residual stream are scaled by ``1 / sqrt(2 layers)``, so that its variance
+        does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Norms are one, or zero
+        if they are zero-centered; biases are zero.
         """
         self.init_buffers()
-        residual_std = self.spec.initial_std / sqrt(2 * self.spec.layers)
+        residual_std = self.spec.hidden_std / sqrt(2 * self.spec.layers)
         for name, parameter in self.base_parameters():
             if isinstance(parameter, nn.Parameter) and name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -193,7 +193,9 @@ class DecoderModule(ModelModule):
                 nn.init.constant_(parameter, 0.0 if is_centered else 1.0)
             else:
                 writes_residual = name.endswith(("attention.output.weight", ".down.weight"))
-                std = residual_std if writes_residual else self.spec.initial_std
+                std = self.spec.initial_std
+                if name.startswith("blocks."):
+                    std = residual_std if writes_residual else self.spec.hidden_std
                 init.init_normal(name, parameter, seed, std)
 
     @torch.no_grad()

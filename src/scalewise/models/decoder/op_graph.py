@@ -330,7 +330,7 @@ class OpGraphWriter(LatentAttentionOps, ExpertOps):
                 x = self.add_head_norm(f"{name}_norm", x, width)
             heads.append(x)
         query, key, value = heads
-        if spec.attention_multiplier is not None:
+        if spec.attention_multiplier is not None or spec.head_width_ratio != 1.0:
             query = self.graph.add_op(OpWork.pointwise, (query,), self.graph.sizes[query])
         if spec.position is PositionKind.rope:
             query, key = self.add_rope(query), self.add_rope(key)
