@@ -121,6 +121,7 @@ def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
 
 CPU_LABS = (
     "lab_adapters",
+    "lab_mup",
     "lab_optimization",
     "lab_parallelism",
     "lab_pipeline",

@@ -22,6 +22,7 @@ from scalewise.planner import peak_memory
 from scalewise.units import GIB
 
 EXHAUSTIVE = pytest.mark.exhaustive
+MUP = ("optimizer.lr_transfer=mup", "model.base_width=32", "model.base_heads=4")
 PIPELINE = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
 
 
@@ -34,7 +35,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
     "overrides",
     [
         *TRAINED,
-        *(pytest.param(case_overrides, marks=EXHAUSTIVE) for case_overrides in TRAINED_SELDOM),
+        *(pytest.param(case, marks=EXHAUSTIVE) for case in (*TRAINED_SELDOM, MUP)),
     ],
     ids=" ".join,
 )

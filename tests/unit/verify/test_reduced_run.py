@@ -8,6 +8,7 @@ from fixtures.strategies import TINY_DECODER
 from scalewise import ConfigError, compose
 from scalewise.hardware import DeviceKind
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.optimizers.lr_transfer import LRTransfer
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.verify.reduced_run import in_fp32, is_fp32, reduce_run, reference_run
 
@@ -50,6 +51,15 @@ def test_experts_are_reduced_like_a_dense_feedforward() -> None:
     assert isinstance(run.model, DecoderConfig)
     assert small.experts == run.model.experts
     assert (small.width, small.expert_dim) == (64, 16)
+
+
+def test_small_run_keeps_mup_with_half_its_width_as_base_model() -> None:
+    mup = ("optimizer.lr_transfer=mup", "model.base_width=32", "model.base_heads=4")
+    run = compose([*TINY_DECODER, "model.width=128", *mup, "verify.width=64"])
+    small = reduce_run(run)
+    assert isinstance(small.model, DecoderConfig)
+    assert (small.model.width, small.model.base_width) == (64, 32)
+    assert small.optimizer.lr_transfer is run.optimizer.lr_transfer is LRTransfer.mup
 
 
 def test_small_run_keeps_its_sizes_and_an_uneven_batch() -> None:
