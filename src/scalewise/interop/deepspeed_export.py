@@ -6,6 +6,7 @@ from scalewise.errors import ConfigError
 from scalewise.interop.translation import ExternalConfig
 from scalewise.lr_schedules import ConstantConfig, CosineConfig, LinearConfig
 from scalewise.optimizers.config import AdamWConfig
+from scalewise.optimizers.lr_transfer import LRTransfer
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.run_config import RunConfig
 from scalewise.strategies.deepspeed_setup import build_deepspeed_config
@@ -47,6 +48,9 @@ def _add_optimizer(run: RunConfig, config: ExternalConfig) -> None:
     }
     config.values["optimizer"] = {"type": "AdamW", "params": parameters}
     config.notes.append("optimizer.weight_decay: DeepSpeed also decays vectors, norms and biases")
+    if optimizer.lr_transfer is LRTransfer.mup:
+        note = "optimizer.lr_transfer=mup: pass the parameter groups to deepspeed.initialize"
+        config.notes.append(note)
 
 
 def _add_schedule(run: RunConfig, config: ExternalConfig) -> None:
