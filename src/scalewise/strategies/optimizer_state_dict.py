@@ -90,9 +90,11 @@ def put_state(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str
 
 
 def step_counts(optimizer: Optimizer) -> dict[str, Any]:
-    """Counters of an optimizer, which are equal in all parameter groups."""
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    return {key: group[key] for key in COUNTER_KEYS if key in group}
+    """Counters of an optimizer, as they are in a parameter group with its learning rate."""
+    groups = optimizer.param_groups
+    group = max(groups, key=lambda group: group["lr"], default=dict[str, Any]())
+    counts = {key: group[key] for key in COUNTER_KEYS if key in group}
+    return _scale_lr_sums(counts, 1 / (_lr_factor(optimizer, group) or 1.0), group)
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -108,7 +110,24 @@ def set_counts_or_settings(optimizer: Optimizer, settings: Mapping[str, Any]) ->
     ):
         group.update(group_setting)
     for group in optimizer.param_groups:
-        group.update({key: value for key, value in settings.items() if key in group})
+        counts = {key: value for key, value in settings.items() if key in group}
+        group.update(_scale_lr_sums(counts, _lr_factor(optimizer, group), group))
+
+
+def _lr_factor(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """Learning rate of a group relative to that of the optimizer; 1 without one."""
+    base_lr = optimizer.defaults.get("lr") if "lr_max" in group else None
+    return float(group.get("initial_lr", group["lr"]) / base_lr) if base_lr else 1.0
+
+
+def _scale_lr_sums(
+    counts: dict[str, Any], factor: float, group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Counters of schedule-free AdamW in a group with ``factor`` times the learning rate."""
+    if "lr_max" in counts and "weight_sum" in counts:
+        counts["lr_max"] *= factor
+        counts["weight_sum"] *= factor ** group["weight_lr_power"]
+    return counts
 
 
 def _unsharded_state(value: Tensor) -> Tensor:

@@ -25,7 +25,13 @@ from scalewise.optimizers.config import (
     ScheduleFreeConfig,
     SGDConfig,
 )
-from scalewise.strategies.optimizer_state_dict import allocate_state, put_state, state_tensors
+from scalewise.strategies.optimizer_state_dict import (
+    allocate_state,
+    put_state,
+    set_counts_or_settings,
+    state_tensors,
+    step_counts,
+)
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
@@ -120,3 +126,28 @@ def test_resumed_state_on_cpu_has_types_and_shapes_of_a_step(name: str, dtype: t
     stepped, resumed = placements(ON_CPU[name], "cpu", dtype)
     assert stepped
     assert resumed == stepped
+
+
+def schedule_free_groups(lrs: Iterable[float]) -> Optimizer:
+    groups: Groups = [
+        {"params": [nn.Parameter(torch.ones(3))], "weight_decay": 0.0, "lr": lr} for lr in lrs
+    ]
+    return build_from_groups(ScheduleFreeConfig(lr=0.1), groups)
+
+
+@pytest.mark.parametrize("resumed_lrs", [(0.1, 0.02, 0.0), (0.02,), (0.0, 0.1)], ids=str)
+def test_schedule_free_sums_follow_the_learning_rate_of_their_group(
+    resumed_lrs: tuple[float, ...],
+) -> None:
+    trained_lrs = (0.02, 0.1, 0.0)
+    trained = schedule_free_groups(trained_lrs)
+    for _ in range(3):
+        for group in trained.param_groups:
+            group["params"][0].grad = torch.ones(3)
+        trained.step()
+    resumed = schedule_free_groups(resumed_lrs)  # those of another rank, or in another order
+    set_counts_or_settings(resumed, step_counts(trained))
+    for lr, group in zip(resumed_lrs, resumed.param_groups, strict=True):
+        expected = trained.param_groups[trained_lrs.index(lr)]
+        for key in ("k", "lr_max", "weight_sum"):
+            assert group[key] == pytest.approx(expected[key], rel=1e-12), (lr, key)
