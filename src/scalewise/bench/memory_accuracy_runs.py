@@ -137,6 +137,7 @@ TRAINED: tuple[Overrides, ...] = (
     (*_TENSOR, *CHUNKED),
     (*_TENSOR, *_TALL),
     fsdp_overrides(2, EMA, *WEIGHTS),
+    (*mesh_overrides(replicate=2), *WEIGHTS),
 )
 TRAINED_SELDOM: tuple[Overrides, ...] = (
     QWEN,

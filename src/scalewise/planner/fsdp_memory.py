@@ -65,7 +65,7 @@ class FSDPStateMemory(RankStep):
             return sum(blocks[start:end])
 
         # FSDP2 keeps the all-gather buffer for one block.
-        gather_buffer = block * (not fsdp.keeps_between_passes)
+        gather_buffer = block * (fsdp.num_shards > 1 and not fsdp.keeps_between_passes)
         bytes_by_phase = {
             StepPhase.forward: (kept or block) + gather_buffer,
             StepPhase.loss: kept,

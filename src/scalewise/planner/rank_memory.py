@@ -176,7 +176,8 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         keeps_between_passes=config.gathers_once
         and run.accumulation > 1
         and sizes["pipeline"] == 1,
-        prefetch=config.prefetch,
+        # Without an all-gather, FSDP2 allocates a block when it runs.
+        prefetch=config.prefetch if shards > 1 else 0,
         has_unsharded_gradients=run.accumulation > 1
         and config.delays_reduction
         and sizes["pipeline"] == 1,

@@ -220,9 +220,12 @@ class RankStep:
 
     @cached_property
     def gathers_in_forward(self) -> bool:
-        """Whether forward gathers blocks; not if they are still gathered from an earlier one."""
+        """Whether forward fills all-gather buffers: one rank copies its parameters without one.
+
+        Not if they are still gathered from an earlier forward.
+        """
         point = self.peak_point
-        if self.fsdp is not None and self.fsdp.keeps_between_passes:
+        if self.fsdp is not None and (self.fsdp.keeps_between_passes or self.fsdp.num_shards == 1):
             return False
         keeps_unsharded = self.fsdp is not None and self.fsdp.keeps_unsharded
         return not point.finished_backwards and not (keeps_unsharded and point.waiting_passes)
