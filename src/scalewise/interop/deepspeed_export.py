@@ -48,9 +48,11 @@ def _add_optimizer(run: RunConfig, config: ExternalConfig) -> None:
     }
     config.values["optimizer"] = {"type": "AdamW", "params": parameters}
     config.notes.append("optimizer.weight_decay: DeepSpeed also decays vectors, norms and biases")
-    if optimizer.lr_transfer is LRTransfer.mup:
-        note = "optimizer.lr_transfer=mup: pass the parameter groups to deepspeed.initialize"
-        config.notes.append(note)
+    by_group = ["optimizer.lr_transfer=mup"] * (optimizer.lr_transfer is LRTransfer.mup)
+    for name in ("lr_factors", "no_decay"):
+        by_group += [f"optimizer.{name}"] * bool(getattr(optimizer, name))
+    for key in by_group:
+        config.notes.append(f"{key}: pass the parameter groups to deepspeed.initialize")
 
 
 def _add_schedule(run: RunConfig, config: ExternalConfig) -> None:

@@ -87,9 +87,11 @@ def test_settings_without_a_counterpart_are_named() -> None:
     expected = "schedule.rewarmup_steps=5: has no counterpart in DeepSpeed"
     assert expected in deepspeed_config(run).notes
     mup = ("optimizer.lr_transfer=mup", "model.base_width=64", "model.base_heads=4")
-    overrides = (*line.split(), "model=decoder_nano", *mup, "hardware=h100")
-    run = compose(overrides, check_machine=False)
-    assert any(note.startswith(mup[0]) for note in deepspeed_config(run).notes)
+    groups = ("+optimizer.lr_factors.embedding=0.5", "optimizer.no_decay=[embedding]")
+    overrides = (*line.split(), "model=decoder_nano", *mup, *groups, "hardware=h100")
+    notes = deepspeed_config(compose(overrides, check_machine=False)).notes
+    for key in (mup[0], "optimizer.lr_factors", "optimizer.no_decay"):
+        assert f"{key}: pass the parameter groups to deepspeed.initialize" in notes
 
 
 def test_export_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
