@@ -166,7 +166,7 @@ class MemoryEntry(NamedTuple):
     def without(self, phases: Container[StepPhase]) -> MemoryEntry:
         """Entry with zero bytes in ``phases``."""
         sizes = {phase: size for phase, size in self.bytes.items() if phase not in phases}
-        return self._replace(bytes=sizes)
+        return MemoryEntry(self.name, sizes, self.formula, self.reason)
 
 
 class EntryGroup(NamedTuple):
