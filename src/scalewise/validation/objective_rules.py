@@ -197,7 +197,7 @@ def _module_trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, fix)
     if trainer.batch_warmup:
         reason = "is not supported: a user-defined module takes one step per batch of its loader"
-        fix = "set trainer.batch_warmup={}"
+        fix = f"set {format_override('trainer.batch_warmup', {})}"
         yield ConfigIssue("trainer.batch_warmup", [*trainer.batch_warmup], reason, fix)
     if trainer.max_tokens is not None:
         reason = "is not supported: a user-defined module does not report its tokens"

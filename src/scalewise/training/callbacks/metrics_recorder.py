@@ -57,6 +57,7 @@ class MetricsRecorder(Callback):
             if count < min(per_step.final, PEAK_MICRO_BATCHES):
                 self._probed_step = max(self._probed_step, end + 1)
         self._step, self._num_micro_batches = start_step, 0
+        self._accumulation = per_step.at(start_step)
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._rates: list[float] = []
@@ -80,8 +81,7 @@ class MetricsRecorder(Callback):
     ) -> None:
         """End the data phase, and start the memory probe at its step."""
         strategy = trainer_strategy(trainer)
-        accumulation = self.run.micro_batches_per_step.at(self._step)
-        first = max(0, accumulation - strategy.num_probed_micro_batches)
+        first = max(0, self._accumulation - strategy.num_probed_micro_batches)
         starts = self._num_micro_batches == first
         probed = trainer.global_step == self._probed_step - 1
         if probed and starts and self._can_measure(trainer):
@@ -151,9 +151,10 @@ class MetricsRecorder(Callback):
         losses, norm = self.get_loss_and_norm(pl_module, outputs)
         self._losses.append(losses)
         self._num_micro_batches += 1
-        if self._num_micro_batches < self.run.micro_batches_per_step.at(self._step):
+        if self._num_micro_batches < self._accumulation:
             return
         self._step, self._num_micro_batches = self._step + 1, 0
+        self._accumulation = self.run.micro_batches_per_step.at(self._step)
         self._norms.append(norm)
         spikes = getattr(pl_module, "spikes", None)
         if spikes is not None:
