@@ -91,9 +91,21 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "fsdp_experts": (*FSDP, *EXPERTS),
     "expert_parallel": (*FSDP, *EXPERTS, "parallelism.expert=2", "memory=checkpoint_selective"),
 }
+CHECKED_SELDOM = {
+    *("accumulation", "adamw_4bit", "bf16_true_full", "every_n", "fp16_mixed", "fp8_selective"),
+    *("fsdp_offload", "ia3", "lora_full", "offload_all_bf16_true", "offload_lora"),
+    *("packing_full", "pipeline_offload", "tensor_full"),
+}
+"""Options that others cover one by one."""
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in CHECKED_SELDOM else ())
+        for name in CONFIGS
+    ],
+)
 def test_predicted_peak_equals_that_of_cuda_operators(name: str, dry_cuda: Any) -> None:
     answer = dry_cuda("trace_memory", overrides=[*BASE, *CONFIGS[name]])
     assert answer["planned"] == pytest.approx(answer["traced"], rel=TOLERANCE), answer["backends"]

@@ -110,7 +110,10 @@ def test_search_calls_per_candidate(compose: Callable[..., RunConfig]) -> None:
     assert calls / len(result.candidates) < MAX_CALLS
 
 
-@pytest.mark.parametrize("rank", ["time", "price", "memory"])
+@pytest.mark.parametrize(
+    "rank",
+    ["time", *(pytest.param(rank, marks=pytest.mark.exhaustive) for rank in ("price", "memory"))],
+)
 def test_search_predicts_step_times_of_the_front_only(
     rank: str, find_strategies: FindStrategies
 ) -> None:
