@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ from scalewise.training.trainer import build_trainer, silence_lightning
 WARM_UP, COUNTED = 10, 20
 """Steps that are not counted, and steps that are: two log intervals."""
 MAX_CALLS = 1_900
-"""Calls of Python and C functions per step; a hand-written loop makes 1,550, this trainer 1,800."""
+"""Calls of Python and C functions per step; a hand-written loop makes 1,550, this trainer 1,870."""
+
+DYNAMO_FOLDER = os.path.join("torch", "_dynamo", "")
 
 
 class CountingLoader:
@@ -42,7 +45,9 @@ class CountingLoader:
             yield batch
 
     def count(self, frame: FrameType, event: str, argument: object) -> None:
-        self.calls[event] += 1
+        # The first torch.compile of a process wraps the optimizers' methods for all later ones.
+        if DYNAMO_FOLDER not in frame.f_code.co_filename:
+            self.calls[event] += 1
 
 
 def test_function_calls_of_a_step_are_bounded(tmp_path: Path) -> None:
