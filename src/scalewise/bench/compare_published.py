@@ -172,7 +172,7 @@ def predict_row(row: Row, profiles: Mapping[str, Hardware]) -> RowPrediction:
     fit = check_fit(run)
     source = row["source"].split()[0]
     peak_bytes = published_runs.measured_peak(row, run, fit.breakdown.peak)
-    peak_gib = peak_bytes * (facts.reserved_factors[1] if facts.reports_reserved else 1.0) / GIB
+    peak_gib = peak_bytes * (facts.reserved_factor if facts.reports_reserved else 1.0) / GIB
     peak_gib += run.hardware.context_gib * facts.adds_context
     step = predict_step_time(run)
     if step and not facts.overlaps_collectives:
@@ -185,7 +185,7 @@ def predict_row(row: Row, profiles: Mapping[str, Hardware]) -> RowPrediction:
         " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
         (peak_gib, float(measured_peak)) if has_peak else None,
         (rate, float(measured_rate)) if measured_rate and rate else None,
-        replace(fit, traced_peak=peak_bytes, reserved_factors=facts.reserved_factors).status,
+        replace(fit, traced_peak=peak_bytes).status,
         fit_in_memory=bool(measured_rate) or has_peak,
         task=tuple(row.get(column, "") for column in TASK_COLUMNS),
     )

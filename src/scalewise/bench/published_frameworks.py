@@ -7,7 +7,7 @@ fitted to a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scalewise.bench.published_rows import Row
 from scalewise.planner.fit_check import RESERVED_FACTORS
@@ -15,9 +15,10 @@ from scalewise.precision import FloatFormat, Precision
 
 BF16 = Precision(FloatFormat.bf16, FloatFormat.bf16)
 MIXED = Precision(FloatFormat.fp32, FloatFormat.bf16)
-RESERVED_DEFAULT = (1.0, 1.15, 1.2)
-"""Reserved over allocated memory without expandable segments: torchtitan's runs of 2024 reserve
-1.14 to 1.20 of what a trace of Llama 3 8B allocates."""
+RESERVED = 1.15
+"""Reserved over allocated memory without expandable segments, in the middle: torchtitan's runs of
+2024 reserve 1.14 to 1.20 of what a trace of Llama 3 8B allocates. A run does not need the
+difference: the allocator frees its cached blocks before it fails (torch's notes/cuda.html)."""
 TRITON_SLOWDOWN = 1.9
 """Speed of FlashAttention-2 relative to FlashAttention in Triton: the middle of 1.3 to 2.5 (Dao,
 2023, FlashAttention-2, section 4.1)."""
@@ -39,6 +40,9 @@ class FrameworkFacts:
     """Bytes per element in the reduction of gradients; None: as in scalewise."""
     shards_sequence: bool = True
     """Whether tensor parallelism includes sequence and loss parallelism."""
+    has_megatron_layers: bool = False
+    """Whether layers save their shard of gathered tokens and backward gathers them again, and the
+    gradient of the embedding is computed sharded."""
     loss_bytes: int = 4
     """Bytes per element of the logits in the loss."""
     recomputes_every_second: bool = False
@@ -57,12 +61,14 @@ class FrameworkFacts:
     """Whether it reports the memory of the driver, which includes the CUDA context."""
     attention_speed: float = 1.0
     """Rate of its attention, relative to FlashAttention-2, the default of torch."""
+    stores_scores: bool = False
+    """Whether its attention stores the scores, as before FlashAttention (2022)."""
     uses_cudnn_attention: bool = False
     """Whether its attention is that of cuDNN, whose rate the profiles of Hopper have."""
     fuses_fp8_casts: bool = False
     """Whether kernels write FP8 operands themselves, and weights are cast once per step."""
-    reserved_factors: tuple[float, float, float] = RESERVED_DEFAULT
-    """Reserved over allocated memory: lowest, typical, highest."""
+    reserved_factor: float = RESERVED
+    """Reserved over allocated memory, where it reports the former."""
     unfused_norms: bool = False
     """Whether its RMSNorm consists of fp32 operators."""
     lora_dropout: float = 0.0
@@ -91,7 +97,7 @@ FRAMEWORKS = {
         "a log of torchtitan in 2025, which compiles the loss (components/loss.py) and uses "
         "expandable segments (run_train.sh); else as below",
         recomputes_every_second=True,
-        reserved_factors=RESERVED_FACTORS,
+        reserved_factor=RESERVED_FACTORS[1],
         compiles_loss=True,
     ),
     "torchtitan": FrameworkFacts(
@@ -138,13 +144,15 @@ FRAMEWORKS = {
         "eight devices with four Omni-Path ports of 100 Gb/s; contiguous buffers hold parameters "
         "and gradients, so that little is fragmented; DeepSpeed's runtime/pipe/schedule.py: "
         "ReduceGrads and OptimizerStep follow the last backward pass",
+        has_megatron_layers=True,
+        stores_scores=True,
         gradient_reduce_bytes=2,
         shards_sequence=False,
         allocates_all_stage_buffers=False,
         adds_context=True,
         overlaps_collectives=False,
         node_link_gb_per_s=6.0,
-        reserved_factors=RESERVED_FACTORS,
+        reserved_factor=RESERVED_FACTORS[1],
     ),
     "NVIDIA": FrameworkFacts(
         lambda row: BF16 if row["peft"] else MIXED,
@@ -152,16 +160,29 @@ FRAMEWORKS = {
         "performance summaries of NeMo and Megatron-Bridge: bf16 with fp32 masters and gradients, "
         "of adapters only if there are any; "
         "Transformer Engine: norm, SwiGLU, RoPE and casts fused, attention by cuDNN; "
-        "Megatron Core: fused cross-entropy, contiguous buffers",
+        "Megatron Core: contiguous buffers, gathers tokens again in backward (Korthikanti et al., "
+        "2022, section 4.2.2); NeMo's scripts/performance/helpers.py: cross-entropy of Transformer "
+        "Engine, whose gradients take the place of the logits",
+        has_megatron_layers=True,
+        loss_bytes=0,
         fuses_kernels=True,
         compiles_loss=True,
         allocates_all_stage_buffers=False,
         uses_cudnn_attention=True,
         fuses_fp8_casts=True,
-        reserved_factors=RESERVED_FACTORS,
+        reserved_factor=RESERVED_FACTORS[1],
     ),
 }
 """Properties by a part of the name of a row's source."""
+
+FP8_FRAMEWORKS = {
+    "NVIDIA": replace(
+        FRAMEWORKS["NVIDIA"],
+        source="as above; scripts/performance/helpers.py: grad_reduce_in_fp32=False with fp8",
+        gradient_reduce_bytes=2,
+    )
+}
+"""As :data:`FRAMEWORKS`, of rows whose precision is fp8."""
 
 OTHER = FrameworkFacts(_stated_formats, True, "the columns of the row")
 """Properties of other sources."""
@@ -169,4 +190,5 @@ OTHER = FrameworkFacts(_stated_formats, True, "the columns of the row")
 
 def framework_of(row: Row) -> FrameworkFacts:
     """Properties of the framework of a row."""
-    return next((facts for name, facts in FRAMEWORKS.items() if name in row["source"]), OTHER)
+    frameworks = FRAMEWORKS | FP8_FRAMEWORKS if row["precision"] == "fp8" else FRAMEWORKS
+    return next((facts for name, facts in frameworks.items() if name in row["source"]), OTHER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from scalewise.adapters import (
     AdapterConfig,
@@ -173,13 +174,17 @@ def _foreign_mesh_memory(config: ForeignMesh, run: RunConfig, rank: int = 0) -> 
         saves_alternate_matmuls=facts.recomputes_every_second,
         is_loss_compiled=facts.compiles_loss and memory.forward_spec.is_loss_compiled,
         fuses_fp8_casts=facts.fuses_fp8_casts,
+        has_megatron_layers=facts.has_megatron_layers,
+        stores_scores=facts.stores_scores,
         unfused_norms=facts.unfused_norms,
     )
     memory = replace(memory, forward_spec=forward_spec)
     if not facts.allocates_all_stage_buffers:
         memory = replace(
             memory,
-            num_stage_buffers=min(memory.num_stage_buffers, memory.in_flight),
+            num_stage_buffers=min(
+                memory.num_stage_buffers, ceil(memory.in_flight / len(memory.stages))
+            ),
             num_gradient_buffers=1,
         )
     if facts.gradient_reduce_bytes is None or memory.fsdp is None:

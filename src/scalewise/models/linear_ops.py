@@ -18,7 +18,9 @@ class LinearOps:
 
     def __init__(self, forward_spec: ForwardSpec) -> None:
         self.forward_spec, self.graph = forward_spec, OpGraph()
-        self._num_matmuls, self._masked_inputs = 0, set[int]()
+        self.token_shards: dict[int, int] = {}
+        """Tensors saved in the place of gathered ones, which backward gathers again."""
+        self._num_matmuls, self._masked_inputs, self._fp8_inputs = 0, set[int](), set[int]()
 
     def add_linear(
         self,
@@ -57,19 +59,22 @@ class LinearOps:
             if graph.sizes[x] != input_bytes:
                 matmul_input = self.add_cast(x, input_bytes)
         trained_numel = (weight_numel + bias_numel) * trains
+        kept = self.token_shards.get(matmul_input, matmul_input)
+        gathered_bytes = graph.sizes[matmul_input] * (trains and kept != matmul_input)
         flops = 2.0 * in_features * out_features * tokens
         return graph.add_op(
             OpWork.matmul,
             (matmul_input, *(saved if matrices > 1 else ()), *live_tensors),
             tokens * out_features * forward_spec.compute_element_bytes,
-            saved=(*((matmul_input,) if trains else ()), *saved),
+            saved=(*((kept,) if trains else ()), *saved),
             gradients=(matmul_input,),
             weight_gradient_bytes=(
                 trained_numel * forward_spec.compute_element_bytes,
                 trained_numel * forward_spec.gradient_element_bytes,
             ),
             weight_gradient_first=not bias,
-            backward_scratch=trained_numel * forward_spec.compute_element_bytes * scales_gradient,
+            backward_scratch=gathered_bytes
+            + trained_numel * forward_spec.compute_element_bytes * scales_gradient,
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
             backward_flops=flops * (graph.requires_grad[x] + trains),
@@ -117,11 +122,6 @@ class LinearOps:
             )
         ]
         cast_bytes = (traffic[0] + traffic[2], traffic[0] + 2 * traffic[1] + traffic[2])
-        if forward_spec.fuses_fp8_casts:
-            cast_bytes = (
-                2 * input_numel,
-                output_numel * (forward_spec.compute_element_bytes + 2),
-            )
         output = graph.add_op(
             OpWork.matmul_fp8,
             (x, *live_tensors),
@@ -154,16 +154,66 @@ class LinearOps:
             flops=flops,
             backward_flops=(1 + trains) * flops,
         )
-        if not bias:
-            return output
-        bias_gradient_bytes = (
-            out_features * forward_spec.compute_element_bytes,
-            out_features * forward_spec.gradient_element_bytes,
+        return self._add_bias(output, out_features) if bias else output
+
+    def add_fused_fp8_linear(
+        self,
+        x: int,
+        in_features: int,
+        out_features: int,
+        live_tensors: tuple[int, ...],
+        *,
+        bias: bool,
+        trains: bool,
+    ) -> int:
+        """Add Transformer Engine's FP8 linear layer.
+
+        Kernels write operands and their transposes in FP8, once for all layers that read a tensor.
+        It saves the FP8 operand of the weight gradient, or its shard of gathered tokens.
+        """
+        forward_spec, graph = self.forward_spec, self.graph
+        input_numel, output_numel, weight_numel = (
+            forward_spec.num_tokens * in_features,
+            forward_spec.num_tokens * out_features,
+            in_features * out_features,
         )
-        return graph.add_op(
+        kept_numel = input_numel // (forward_spec.tensor_ranks if x in self.token_shards else 1)
+        saved_copies = (kept_numel,) if trains and x not in self._fp8_inputs else ()
+        self._fp8_inputs.update((x,) if trains else ())
+        weight_casts, flops = 2 * weight_numel, 2.0 * weight_numel * forward_spec.num_tokens
+        output = graph.add_op(
+            OpWork.matmul_fp8,
+            (x, *live_tensors),
+            output_numel * forward_spec.compute_element_bytes,
+            gradients=(x,),
+            weight_gradient_bytes=(
+                weight_numel * forward_spec.compute_element_bytes * trains,
+                weight_numel * forward_spec.gradient_element_bytes * trains,
+            ),
+            weight_gradient_first=False,
+            extra_output_bytes=saved_copies,
+            forward_scratch=input_numel + weight_casts,
+            backward_scratch=2 * output_numel + input_numel * trains + weight_casts,
+            cast_bytes=(
+                2 * input_numel - sum(saved_copies),
+                output_numel * (forward_spec.compute_element_bytes + 2),
+            ),
+            saved_by_selective=self._is_next_matmul_saved(),
+            flops=flops,
+            backward_flops=(1 + trains) * flops,
+        )
+        return self._add_bias(output, out_features) if bias else output
+
+    def _add_bias(self, output: int, out_features: int) -> int:
+        """Add the bias of an FP8 linear layer."""
+        bias_gradient_bytes = (
+            out_features * self.forward_spec.compute_element_bytes,
+            out_features * self.forward_spec.gradient_element_bytes,
+        )
+        return self.graph.add_op(
             OpWork.pointwise,
             (output,),
-            graph.sizes[output],
+            self.graph.sizes[output],
             weight_gradient_bytes=bias_gradient_bytes,
             shares_gradient=True,
         )

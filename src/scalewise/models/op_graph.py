@@ -82,6 +82,8 @@ class ForwardSpec:
     """Tensor-parallel degree."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks shard the tokens between sublayers."""
+    has_megatron_layers: bool = False
+    """Whether backward gathers tokens again and computes the shard of the embedding's gradient."""
     loss_parallel: bool = False
     """Whether tensor-parallel ranks shard the logits in the loss."""
     context_ranks: int = 1
@@ -114,6 +116,8 @@ class ForwardSpec:
     """Bytes per element of logits in the loss."""
     saves_alternate_matmuls: bool = False
     """Whether selective checkpointing saves every second matmul only, as in torchtitan."""
+    stores_scores: bool = False
+    """Whether attention stores its scores, as frameworks before FlashAttention do."""
     sequence_packing: bool = False
     """Whether a sequence contains several texts that do not attend to each other."""
     prompt_tokens: int = 0

@@ -92,8 +92,6 @@ class FitReport:
     unbalanced_peak: int = 0
     """Peak of a rank whose experts receive ``UNBALANCED_LOAD`` times the mean load; 0 without
     expert parallelism, and with a capacity of experts."""
-    reserved_factors: tuple[float, float, float] = RESERVED_FACTORS
-    """Reserved over allocated memory on a CUDA device: lowest, typical, highest."""
 
     @cached_property
     def peak(self) -> int:
@@ -103,7 +101,7 @@ class FitReport:
     @cached_property
     def reserved(self) -> tuple[int, int, int]:
         """Reserved memory: lowest, typical, highest, in bytes."""
-        low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else self.reserved_factors
+        low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED_FACTORS
         if self.unmodeled_memory and self.traced_peak is None:
             high *= UNMODELED_FACTOR
         factors = (low, mean, high)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 from fixtures.published_rows import ROW, profiles
 
@@ -11,9 +13,11 @@ from scalewise.bench import (
     published_runs,
 )
 from scalewise.errors import ConfigError
+from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import NormKind
-from scalewise.models.op_graph import Recompute
+from scalewise.models.op_graph import OpWork, Recompute
 from scalewise.parallelism.mesh import MeshConfig, PipelineSchedule, ShardedState
+from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.fit_check import check_fit
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.step_time import predict_step_time
@@ -139,6 +143,35 @@ def test_published_megatron_reuses_stage_buffers_and_torch_does_not() -> None:
     assert build_rank_memory(torch_run.parallelism, torch_run).num_stage_buffers == 64
     megatron_run = build_run(row | {"source": "bigscience-workshop/bigscience"})
     assert build_rank_memory(megatron_run.parallelism, megatron_run).num_stage_buffers == 2
+    nemo = {"source": "NVIDIA/NeMo docs", "notes": "VP=4", "layers": "32"}
+    interleaved = build_rank_memory((run := build_run(row | nemo)).parallelism, run)
+    assert interleaved.in_flight > 4  # of its four stages
+    assert interleaved.num_stage_buffers == ceil(interleaved.in_flight / 4)
+
+
+def test_published_fp8_of_megatron_has_gradients_in_bf16() -> None:
+    nemo = ROW | {"source": "NVIDIA/NeMo docs", "zero_stage": "1", "dp": "2", "fsdp": "1"}
+    runs = [build_run(nemo | {"precision": precision}) for precision in ("bf16", "fp8")]
+    memories = [build_rank_memory(run.parallelism, run).fsdp for run in runs]
+    assert [memory and memory.reduced_element_bytes for memory in memories] == [4, 2]
+
+
+def test_published_transformer_engine_saves_inputs_once_in_fp8() -> None:
+    row = ROW | {"precision": "fp8", "act_ckpt": "none", "source": "NVIDIA/NeMo docs", "tp": "2"}
+    run = build_run(row)
+    spec = build_rank_memory(run.parallelism, run).forward_spec
+    block = model_op_graphs(run.model, spec).block
+    assert isinstance(run.model, DecoderConfig)
+    inputs = 2 * run.model.width + (run.model.width + run.model.feedforward)
+    saved = [tensor for op in block.operators for tensor in op.saved if tensor in op.writes[1:]]
+    fp8_bytes = sum(
+        block.sizes[tensor]
+        for op in block.operators
+        if op.work is OpWork.matmul_fp8
+        for tensor in op.saved
+    )
+    assert fp8_bytes == spec.num_tokens // 2 * inputs
+    assert len(saved) == len(set(saved))
 
 
 def test_published_unknown_device_is_rejected() -> None:

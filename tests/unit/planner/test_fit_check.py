@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fixtures.strategies import LLAMA_8B_STEP
 
-from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
+from scalewise.planner.fit_check import RESERVED_FACTORS, FitReport, FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
 from scalewise.planner.plan import Plan
 from scalewise.run_config import RunConfig
@@ -53,7 +53,7 @@ def test_highest_prediction_has_a_rank_with_twice_the_mean_load(compose: Compose
     )
     assert gathered.unbalanced_peak == 0
     assert exchanged.peak < exchanged.unbalanced_peak < 2 * exchanged.peak
-    highest = int(exchanged.unbalanced_peak * exchanged.reserved_factors[2])
+    highest = int(exchanged.unbalanced_peak * RESERVED_FACTORS[2])
     assert exchanged.reserved[2] == highest + exchanged.context_bytes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scalewise.config.compose import compose
@@ -45,10 +47,13 @@ def bytes_by_entry(run: RunConfig) -> dict[str, int]:
     }
 
 
-def saved_per_sbh(*overrides: str, recompute: Recompute = Recompute.nothing) -> float:
+def saved_per_sbh(
+    *overrides: str, recompute: Recompute = Recompute.nothing, **megatron: bool
+) -> float:
     """Bytes that a GPT block saves, per element of its input: without a tensor's statistics.
 
     These are fp32: the logsumexp of each head, and mean and deviation of two layer norms.
+    ``megatron``: properties of Megatron's layers, fields of ``ForwardSpec``.
     """
     size = (
         f"data.sequence={SEQUENCE}",
@@ -57,12 +62,13 @@ def saved_per_sbh(*overrides: str, recompute: Recompute = Recompute.nothing) -> 
     )
     gpt = ("model=gpt2_124m", "model.dropout=0.1", "model.vocabulary=50304", "precision=bf16_true")
     run = plan("hardware=h100_8", *gpt, *size, *overrides)
-    forward_spec = build_rank_memory(run.parallelism, run).forward_spec
+    forward_spec = replace(build_rank_memory(run.parallelism, run).forward_spec, **megatron)
     block = model_op_graphs(run.model, forward_spec).block
     saved = simulate_part(block, recompute, fresh_gradients=False).saved_bytes
     tokens = SEQUENCE * MICRO_BATCH
     norm_shards = forward_spec.tensor_ranks if forward_spec.sequence_parallel else 1
-    statistics = 4 * tokens * (HEADS // forward_spec.tensor_ranks)
+    heads = 0 if forward_spec.stores_scores else HEADS // forward_spec.tensor_ranks
+    statistics = 4 * tokens * heads
     if recompute is Recompute.nothing:
         statistics += 4 * tokens * 4 // norm_shards
     return (saved - statistics) / (tokens * WIDTH)
@@ -91,8 +97,18 @@ def test_sequence_parallelism_saves_4_plus_30_per_rank(ranks: int) -> None:
 
     They are gathered again in backward there. torch saves the gathered inputs: 2 + 2 of the 34.
     """
-    saved = saved_per_sbh("parallelism=tensor", f"parallelism.tensor={ranks}")
-    assert saved == pytest.approx(4 + 30 / ranks, rel=1e-9)
+    overrides = ("parallelism=tensor", f"parallelism.tensor={ranks}")
+    assert saved_per_sbh(*overrides) == pytest.approx(4 + 30 / ranks, rel=1e-9)
+    megatron = saved_per_sbh(*overrides, has_megatron_layers=True)
+    assert megatron == pytest.approx(34 / ranks, rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stored_scores_add_5_as_per_h(ranks: int) -> None:
+    """Korthikanti et al., 2022, equations 1 and 4: ``sbh / t * (34 + 5 a s / h)``."""
+    overrides = ("parallelism=tensor", f"parallelism.tensor={ranks}") if ranks > 1 else ()
+    saved = saved_per_sbh(*overrides, has_megatron_layers=True, stores_scores=True)
+    assert saved == pytest.approx((34 + 5 * HEADS * SEQUENCE / WIDTH) / ranks, rel=1e-9)
 
 
 def test_full_checkpointing_saves_2_sbh() -> None:

@@ -20,9 +20,12 @@ class AdapterOps(LinearOps):
         if forward_spec.tensor_ranks == 1 or not forward_spec.sequence_parallel:
             return x
         size = graph.sizes[x] * forward_spec.tensor_ranks
-        return graph.add_op(
+        gathered = graph.add_op(
             OpWork.communication, (x,), size, forward_scratch=size, backward_scratch=size
         )
+        if forward_spec.has_megatron_layers:
+            self.token_shards[gathered] = x
+        return gathered
 
     def add_reduction(self, x: int, *, scatter: bool, live_tensors: tuple[int, ...] = ()) -> int:
         """Add the all-reduce, or reduce-scatter, of partial sums on tensor-parallel ranks.
@@ -105,8 +108,10 @@ class AdapterOps(LinearOps):
         scaled = name in forward_spec.scaled_layers
         x = self._add_ia3_scale(x, in_features, casts_input=True) if row_parallel and scaled else x
         if name in forward_spec.fp8_layers:
-            trains = self.is_trained(name) or not forward_spec.fuses_fp8_casts
-            output = self.add_fp8_linear(
+            fused = forward_spec.fuses_fp8_casts
+            add_linear = self.add_fused_fp8_linear if fused else self.add_fp8_linear
+            trains = self.is_trained(name) or not fused
+            output = add_linear(
                 x, in_features, out_features, live_tensors, bias=bias, trains=trains
             )
         elif name in forward_spec.fake_quantized_layers:

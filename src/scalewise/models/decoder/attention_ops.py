@@ -66,7 +66,7 @@ class AttentionOps(SoftcapOps):
             reads = (query, *copies)
         if backend.kernel is AttentionKernel.softcap:
             return self._add_context_output(self.add_softcap_attention(reads, total_keys))
-        is_fused = not (spec.dropout and forward_spec.on_cpu)
+        is_fused = not ((spec.dropout and forward_spec.on_cpu) or forward_spec.stores_scores)
         # A causal kernel skips half of the scores of the tokens, and none of those of the prefix.
         keys = spec.mean_keys(total_keys) + forward_spec.prefix_tokens
         pairs = forward_spec.num_tokens * keys / 2
@@ -89,6 +89,8 @@ class AttentionOps(SoftcapOps):
                 if forward_spec.on_cpu
                 else causal_rate_share(total_keys, spec.head_size),
             )
+        elif forward_spec.stores_scores:
+            mixed = self._add_stored_scores(*reads, total_keys, flops)
         else:
             mixed = self._add_unfused_attention(reads, total_keys, flops)
         if backend.kernel is AttentionKernel.segments and not gathers:
@@ -142,6 +144,25 @@ class AttentionOps(SoftcapOps):
         value = graph.add_op(OpWork.pointwise, inputs[-1:], key_bytes)
         mixed = self._add_bmm(dropped, value, query_bytes, flops / 2)
         return mixed if size == query_bytes else graph.add_op(OpWork.pointwise, (mixed,), size)
+
+    def _add_stored_scores(
+        self, query: int, key: int, value: int, total_keys: int, flops: float
+    ) -> int:
+        """Add two batched matmuls, and a kernel that scales, masks and normalizes their scores.
+
+        It saves probabilities, and a mask and a copy of them for dropout (Korthikanti et al., 2022,
+        section 4.1: ``5 a s^2 b`` bytes).
+        """
+        spec, forward_spec = self.spec, self.forward_spec
+        heads = spec.heads // forward_spec.tensor_ranks
+        numel = forward_spec.num_tokens * total_keys * heads
+        score_bytes = numel * forward_spec.compute_element_bytes
+        scores = self._add_bmm(query, key, score_bytes, flops / 2)
+        probabilities = self.graph.add_op(
+            OpWork.pointwise, (scores,), score_bytes, saves_output=True
+        )
+        dropped = self.add_dropout(probabilities, spec.dropout)
+        return self._add_bmm(dropped, value, self.graph.sizes[query], flops / 2)
 
     def _add_bmm(self, left: int, right: int, size: int, flops: float) -> int:
         """Add a batched matmul; an operand is saved if the other one needs a gradient."""

@@ -81,12 +81,10 @@ class OpGraphWriter(LatentAttentionOps, ExpertOps):
         spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
         size = forward_spec.num_tokens * spec.width * forward_spec.residual_element_bytes
         gradient_bytes = spec.vocabulary * spec.width * forward_spec.gradient_element_bytes
-        # The gradient is computed unsharded, and stored sharded like the weight.
-        weight = (
-            (gradient_bytes, gradient_bytes // forward_spec.tensor_ranks)
-            if self.is_trained("embedding")
-            else (0, 0)
-        )
+        stored_bytes = gradient_bytes // forward_spec.tensor_ranks
+        # torch computes the gradient unsharded, and stores it sharded like the weight.
+        computed_bytes = stored_bytes if forward_spec.has_megatron_layers else gradient_bytes
+        weight = (computed_bytes, stored_bytes) if self.is_trained("embedding") else (0, 0)
         looked_up = (
             size // forward_spec.residual_element_bytes * forward_spec.gradient_element_bytes
         )
