@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import log, sqrt
 from statistics import fmean, linear_regression
 
-_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""0.975 quantiles of Student's t distribution with 1 to 10 degrees of freedom."""
+from scalewise.confidence_interval import t_quantile
+
 MIN_POINTS = 3
 """Fewest points with an interval."""
 
@@ -49,5 +49,5 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLawFit:
     mean = fmean(log_x)
     degrees = len(x) - 2
     variance = squared_errors / degrees / sum((a - mean) ** 2 for a in log_x)
-    margin = _T_QUANTILES[min(degrees, len(_T_QUANTILES)) - 1] * sqrt(variance)
+    margin = t_quantile(degrees) * sqrt(variance)
     return PowerLawFit(slope, slope - margin, slope + margin)

@@ -34,6 +34,12 @@ OUTCOMES = {
         ("{exponent: n1, n10, n100}", "-0.500 (95% interval -0.500 to -0.500)"),
         ("{exponent: n1, n10, large}, {exponent: n1, n10, absent}", "unknown, unknown"),
         ("{exponent: n1, twin, other_twin}", "unknown"),
+        (
+            "{loss gap: small / base, twin / n1}",
+            "+1.500% (95% interval -11.206% to +14.206%)",
+        ),
+        ("{loss gap: small / base, large / base}", "unknown"),
+        ("{loss gap: small / base, twin / absent}", "unknown"),
     ],
 )
 def test_answer_has_values_of_the_outcomes(answer: str, text: str) -> None:
@@ -54,6 +60,10 @@ def test_answer_has_values_of_the_outcomes(answer: str, text: str) -> None:
         ("{exponent: n1, n10, n10000}", "n10000 is no case"),
         ("{exponent: n1, n10}", "at least 3 cases"),
         ("{exponent: n1; n10}", "is not a value of a case"),
+        ("{loss gap: small / bas, twin / n1}", "bas is no case"),
+        ("{loss gap: small / base}", "at least 2 cases"),
+        ("{loss gap: small / base, small / n1}", "at least 2 cases"),
+        ("{loss gap: small, base}", "is not a value of a case"),
     ],
 )
 def test_invalid_answer_is_rejected(answer: object, words: str) -> None:
