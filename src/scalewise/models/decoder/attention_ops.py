@@ -90,7 +90,7 @@ class AttentionOps(SoftcapOps):
                 else causal_rate_share(total_keys, spec.head_size),
             )
         elif forward_spec.stores_scores:
-            mixed = self._add_stored_scores(*reads, total_keys, flops)
+            mixed = self._add_stored_scores(reads, total_keys, flops)
         else:
             mixed = self._add_unfused_attention(reads, total_keys, flops)
         if backend.kernel is AttentionKernel.segments and not gathers:
@@ -145,9 +145,7 @@ class AttentionOps(SoftcapOps):
         mixed = self._add_bmm(dropped, value, query_bytes, flops / 2)
         return mixed if size == query_bytes else graph.add_op(OpWork.pointwise, (mixed,), size)
 
-    def _add_stored_scores(
-        self, query: int, key: int, value: int, total_keys: int, flops: float
-    ) -> int:
+    def _add_stored_scores(self, inputs: tuple[int, ...], total_keys: int, flops: float) -> int:
         """Add two batched matmuls, and a kernel that scales, masks and normalizes their scores.
 
         It saves probabilities, and a mask and a copy of them for dropout (Korthikanti et al., 2022,
@@ -157,12 +155,12 @@ class AttentionOps(SoftcapOps):
         heads = spec.heads // forward_spec.tensor_ranks
         numel = forward_spec.num_tokens * total_keys * heads
         score_bytes = numel * forward_spec.compute_element_bytes
-        scores = self._add_bmm(query, key, score_bytes, flops / 2)
+        scores = self._add_bmm(inputs[0], inputs[1], score_bytes, flops / 2)
         probabilities = self.graph.add_op(
             OpWork.pointwise, (scores,), score_bytes, saves_output=True
         )
         dropped = self.add_dropout(probabilities, spec.dropout)
-        return self._add_bmm(dropped, value, self.graph.sizes[query], flops / 2)
+        return self._add_bmm(dropped, inputs[-1], self.graph.sizes[inputs[0]], flops / 2)
 
     def _add_bmm(self, left: int, right: int, size: int, flops: float) -> int:
         """Add a batched matmul; an operand is saved if the other one needs a gradient."""
