@@ -127,6 +127,7 @@ CPU_LABS = (
     "lab_pipeline",
     "lab_precision",
     "lab_quantization",
+    "lab_long_sequences",
     "lab_scaling",
     "lab_scaling_law",
 )
