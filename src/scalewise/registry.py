@@ -4,10 +4,12 @@ This module imports neither Hydra nor torch, so that every config module may imp
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scalewise.cached_hash import cache_hash
 from scalewise.renamed_targets import RENAMED_TARGETS
@@ -51,6 +53,26 @@ def option_name(config: object) -> str:
 def target_name(cls: type) -> str:
     """Import path of a config class, its ``_target_``."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def plain_value(value: object) -> object:
+    """Convert options to nested dicts with their ``_target_``, and other values to plain ones."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"_target_": target_name(type(value)), **_plain_fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {
+            str(key): _plain_fields(entry) if is_dataclass(entry) else plain_value(entry)
+            for key, entry in value.items()
+        }
+    if isinstance(value, tuple | list):
+        return [plain_value(entry) for entry in value]
+    return value
+
+
+def _plain_fields(value: Any) -> dict[str, object]:
+    return {entry.name: plain_value(getattr(value, entry.name)) for entry in fields(value)}
 
 
 def registered_targets() -> dict[str, type]:

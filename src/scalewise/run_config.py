@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
-from typing import Any
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.checkpoint_config import CheckpointConfig
@@ -35,7 +33,7 @@ from scalewise.quantization.config import (
     weight_census,
     weight_census_by_kind,
 )
-from scalewise.registry import option_name, target_name
+from scalewise.registry import option_name, plain_value
 from scalewise.step_counts import StepCounts
 from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
@@ -126,10 +124,32 @@ class RunConfig:
         size = self.samples_per_forward
         return self.samples_per_step.convert(lambda samples: ceil(samples / size))
 
-    def at_batch(self, samples: int) -> RunConfig:
-        """The run with one global batch size in all steps, such as that of a warm-up stage."""
-        trainer = replace(self.trainer, global_batch=samples, batch_warmup={})
-        return replace(self, trainer=trainer)
+    @cached_property
+    def sequence_per_step(self) -> StepCounts:
+        """Sequence length of each optimizer step, in tokens, with ``trainer.sequence_warmup``."""
+        return self.trainer.sequence_per_step(self.data.sequence)
+
+    @cached_property
+    def sequence_lengths(self) -> Mapping[str, int]:
+        """Sequence lengths of the run by key: of the data, and of the stages of a warm-up."""
+        stages = self.trainer.sorted_sequence_stages
+        lengths = {f"trainer.sequence_warmup.{name}.sequence": it.sequence for name, it in stages}
+        return {"data.sequence": self.data.sequence, **lengths}
+
+    @cached_property
+    def warmup_runs(self) -> Mapping[int, RunConfig]:
+        """Runs of the stages of a warm-up, and this run after them, by tokens of a step.
+
+        A stage's run has its batch size and sequence length in all steps.
+        """
+        stages = {tokens: self._at_step(end - 1) for end, tokens in self.tokens_in_step.stages}
+        return {**stages, self.tokens_per_step: self}
+
+    def _at_step(self, step: int) -> RunConfig:
+        samples, length = self.samples_per_step.at(step), self.sequence_per_step.at(step)
+        trainer = replace(self.trainer, global_batch=samples, batch_warmup={}, sequence_warmup={})
+        data: DataConfig = replace(self.data, sequence=length)  # type: ignore[type-var]  # a dataclass
+        return replace(self, trainer=trainer, data=data)
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -139,8 +159,8 @@ class RunConfig:
     @cached_property
     def tokens_in_step(self) -> StepCounts:
         """Tokens of each optimizer step over all ranks."""
-        size = self.sequences_per_sample * self.data.sequence
-        return self.samples_per_step.convert(lambda samples: samples * size)
+        sequences = self.samples_per_step.convert(lambda it: it * self.sequences_per_sample)
+        return sequences.multiply(self.sequence_per_step)
 
     @cached_property
     def micro_batch(self) -> int:
@@ -361,25 +381,6 @@ class RunConfig:
         run = self
         if resolve_compile:
             run = replace(self, compile=self.applied_compile, choices=self.applied_choices)
-        plain = _plain(run)
+        plain = plain_value(run)
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}
-
-
-def _plain_fields(value: Any) -> dict[str, object]:
-    return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
-
-
-def _plain(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"_target_": target_name(type(value)), **_plain_fields(value)}
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, Mapping):
-        return {
-            str(key): _plain_fields(entry) if is_dataclass(entry) else _plain(entry)
-            for key, entry in value.items()
-        }
-    if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
-    return value

@@ -65,6 +65,12 @@ class StepCounts:
         stages = tuple((end, count_units(count)) for end, count in self.stages)
         return StepCounts(count_units(self.final), stages)
 
+    def multiply(self, other: StepCounts) -> StepCounts:
+        """Product of two counts of each step, with the stages of both."""
+        ends = sorted({end for end, _ in (*self.stages, *other.stages)})
+        stages = tuple((end, self.at(end - 1) * other.at(end - 1)) for end in ends)
+        return StepCounts(self.final * other.final, stages)
+
     def iter_stages(self, steps: int) -> Iterator[tuple[int, int, int]]:
         """Yield first step, number of steps and units of a step, of each stage of a run.
 

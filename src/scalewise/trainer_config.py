@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,6 +22,16 @@ class BatchStage:
     """Last step of the stage, in optimizer steps."""
     global_batch: int = 0
     """Global batch size of each step of the stage over all ranks, in samples."""
+
+
+@dataclass(frozen=True)
+class SequenceStage:
+    """Part of training, from the end of the stage before it, with another sequence length."""
+
+    until_step: int = 0
+    """Last step of the stage, in optimizer steps."""
+    sequence: int = 0
+    """Sequence length of each step of the stage, in tokens."""
 
 
 @register_option("trainer", "trainer")
@@ -45,6 +55,10 @@ class TrainerConfig:
     """Stages at the start of training with other global batch sizes, by name, such as a smaller
     batch until step 1000; ``global_batch`` is the one after the last stage. The micro-batch size
     stays the same."""
+    sequence_warmup: Mapping[str, SequenceStage] = field(default_factory=dict, hash=False)
+    """Stages at the start of training with shorter sequences, by name, such as 256 tokens until
+    step 1000; ``data.sequence`` is the length after the last stage. Training samples are truncated
+    at the end."""
     clip_norm: float | None = 1.0
     """Maximum gradient norm over all parameters; null: no clipping."""
     clip_percentile: float | None = None
@@ -71,10 +85,20 @@ class TrainerConfig:
         """Stages of ``batch_warmup`` with their names, in order of steps."""
         return sorted(self.batch_warmup.items(), key=lambda item: item[1].until_step)
 
+    @property
+    def sorted_sequence_stages(self) -> list[tuple[str, SequenceStage]]:
+        """Stages of ``sequence_warmup`` with their names, in order of steps."""
+        return sorted(self.sequence_warmup.items(), key=lambda item: item[1].until_step)
+
     def samples_per_step(self, global_batch: int) -> StepCounts:
         """Global batch size of each step; ``global_batch`` is the one after the last stage."""
         stages = [(stage.until_step, stage.global_batch) for _, stage in self.sorted_batch_stages]
         return StepCounts(global_batch, tuple(stages))
+
+    def sequence_per_step(self, sequence: int) -> StepCounts:
+        """Sequence length of each step; ``sequence`` is the one after the last stage."""
+        stages = [(stage.until_step, stage.sequence) for _, stage in self.sorted_sequence_stages]
+        return StepCounts(sequence, tuple(stages))
 
     def num_steps(self, tokens_per_step: StepCounts, global_batch: int, samples: int) -> int:
         """Number of optimizer steps over a training split of ``samples`` samples."""
@@ -117,31 +141,54 @@ class TrainerConfig:
             if not getattr(self, key) > 0:
                 yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")
         yield from self._batch_stage_issues()
+        yield from _stage_issues(
+            [
+                (f"trainer.sequence_warmup.{name}", stage.until_step, stage.sequence)
+                for name, stage in self.sorted_sequence_stages
+            ],
+            "sequence",
+        )
 
     def _batch_stage_issues(self) -> Iterator[ConfigIssue]:
-        """Yield issues of the stages of ``batch_warmup``: positive, in order, growing."""
+        """Yield issues of the stages of ``batch_warmup``, and of an unset batch after them."""
         if not self.batch_warmup:
             return
         if self.global_batch is None:
             reason = "requires trainer.global_batch, the batch after the last stage"
             fix = "set trainer.global_batch=64"
             yield ConfigIssue("trainer.batch_warmup", [*self.batch_warmup], reason, fix)
-        stages = [(f"trainer.batch_warmup.{name}", it) for name, it in self.sorted_batch_stages]
-        for key, stage in stages:
-            for name in ("until_step", "global_batch"):
-                if (value := getattr(stage, name)) < 1:
-                    fix = f"set {key}.{name}=8"
-                    yield ConfigIssue(f"{key}.{name}", value, "must be positive", fix)
-        for (before, stage), (key, following) in pairwise(stages):
-            if following.until_step == stage.until_step:
-                reason = f"is that of {before} too, so that the stage has no step"
-                fix = f"set {key}.until_step={stage.until_step + 1}"
-                yield ConfigIssue(f"{key}.until_step", following.until_step, reason, fix)
-        batches = [(f"{key}.global_batch", stage.global_batch) for key, stage in stages]
-        for (key, samples), (larger_key, larger) in pairwise(
-            [*batches, ("trainer.global_batch", self.global_batch)]
-        ):
-            if samples is not None and larger is not None and samples >= larger:
-                reason = f"must be below that of the steps after it, {larger_key}={larger}"
-                fix = f"set {key}={max(1, larger // 2)}, or a larger {larger_key}"
-                yield ConfigIssue(key, samples, reason, fix)
+        stages = [
+            (f"trainer.batch_warmup.{name}", stage.until_step, stage.global_batch)
+            for name, stage in self.sorted_batch_stages
+        ]
+        yield from _stage_issues(
+            stages, "global_batch", ("trainer.global_batch", self.global_batch)
+        )
+
+
+def _stage_issues(
+    stages: Sequence[tuple[str, int, int]], field_name: str, *after: tuple[str, int | None]
+) -> Iterator[ConfigIssue]:
+    """Yield issues of the stages of a warm-up: positive, in order, growing.
+
+    Args:
+        stages: Key, last step and value of each stage, in order of steps.
+        field_name: Name of the field of the value.
+        after: Key and value after the last stage, if it is known.
+    """
+    for key, *values in stages:
+        for name, value in zip(("until_step", field_name), values, strict=True):
+            if value < 1:
+                fix = f"set {key}.{name}=8"
+                yield ConfigIssue(f"{key}.{name}", value, "must be positive", fix)
+    for (before, until_step, _), (key, following, _) in pairwise(stages):
+        if following == until_step:
+            reason = f"is that of {before} too, so that the stage has no step"
+            fix = f"set {key}.until_step={until_step + 1}"
+            yield ConfigIssue(f"{key}.until_step", following, reason, fix)
+    sizes = [(f"{key}.{field_name}", size) for key, _, size in stages]
+    for (key, size), (larger_key, larger) in pairwise([*sizes, *after]):
+        if size is not None and larger is not None and size >= larger:
+            reason = f"must be below that of the steps after it, {larger_key}={larger}"
+            fix = f"set {key}={max(1, larger // 2)}, or a larger {larger_key}"
+            yield ConfigIssue(key, size, reason, fix)

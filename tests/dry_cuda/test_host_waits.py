@@ -40,6 +40,7 @@ PARALLELISM: dict[str, tuple[str, ...]] = {
     "fsdp_tensor": ("parallelism=fsdp", "parallelism.shards=2", "parallelism.tensor=2"),
     "ulysses": CONTEXT,
     "gather": (*CONTEXT, "parallelism.attention=gather"),
+    "sequence_warmup": (*CONTEXT, "+trainer.sequence_warmup={a:{until_step:7,sequence:64}}"),
     "pipeline": PIPELINE,
     "interleaved": (*PIPELINE, "model.layers=4", "parallelism.pipeline_schedule=interleaved_1f1b"),
 }

@@ -52,10 +52,21 @@ KINDS = {
         "second:{until_step:7,global_batch:8}}",
         *("trainer.global_batch=16", "trainer.micro_batch=2", "model.dropout=0.2"),
     ),
+    "sequence_warmup": (
+        "+trainer.sequence_warmup={first:{until_step:3,sequence:8},"
+        "second:{until_step:7,sequence:16}}",
+        *("trainer.micro_batch=2", "model.dropout=0.2"),
+    ),
 }
 
 EXHAUSTIVE = pytest.mark.exhaustive
-CI_KINDS = ["batch_warmup", "dropout_uneven_ema", "statistics", "stochastic_rounding_fsdp"]
+CI_KINDS = [
+    "batch_warmup",
+    "sequence_warmup",
+    "dropout_uneven_ema",
+    "statistics",
+    "stochastic_rounding_fsdp",
+]
 EXHAUSTIVE_KINDS = [pytest.param(kind, marks=EXHAUSTIVE) for kind in KINDS if kind not in CI_KINDS]
 
 Reference = Callable[[str], RunDir]
@@ -177,6 +188,18 @@ def test_resume_within_a_batch_warmup_under_another_strategy(
     other = (f"parallelism={strategy}", "trainer.micro_batch=1")
     resumed = run_job(*warmup, *other, resume=first.checkpoint(5))
     assert resumed.column("train/tokens")[4] == 32 * (3 * 4 + 2 * 8)
+    assert_same_order(resumed, first)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("strategy", ["context", "fsdp", "tensor"])
+def test_resume_within_a_sequence_warmup_under_another_strategy(
+    strategy: str, run_job: JobRunner
+) -> None:
+    warmup = KINDS["sequence_warmup"][:1]
+    first = run_job(*warmup, "checkpoint.every=5", "checkpoint.keep=0", at="first")
+    resumed = run_job(*warmup, f"parallelism={strategy}", resume=first.checkpoint(5))
+    assert resumed.column("train/tokens")[4] == 8 * (3 * 8 + 2 * 16)
     assert_same_order(resumed, first)
 
 

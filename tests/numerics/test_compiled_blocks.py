@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 from fixtures.strategies import GEMMA3, GPT2, LLAMA, TINY_DECODER
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from scalewise import compose
 from scalewise.hardware import DeviceKind
+from scalewise.strategies.activation_checkpointing import RECOMPILE_LIMIT
 from scalewise.strategies.single import SingleDevice
 
 pytestmark = [
@@ -63,6 +64,23 @@ def test_soft_capped_attention_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> 
     module = build_module(monkeypatch, *LLAMA, "model.attention_softcap=20")
     with pytest.raises(Unsupported, match="attend_softcapped"):
         module(torch.arange(2 * TOKENS).view(2, TOKENS))
+
+
+@pytest.mark.exhaustive
+def test_more_lengths_than_torchs_limit_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = range(4, 4 + RECOMPILE_LIMIT + 2)
+
+    def train(*overrides: str) -> None:
+        module = build_module(monkeypatch, *LLAMA, "model.layers=1", *overrides)
+        for length in lengths:
+            module(torch.zeros(1, length, dtype=torch.int64)).sum().backward()
+
+    stages = [f"s{length}:{{until_step:{length},sequence:{length}}}" for length in lengths]
+    limits = {"recompile_limit": RECOMPILE_LIMIT, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        with pytest.raises(FailOnRecompileLimitHit):
+            train()
+        train(f"+trainer.sequence_warmup={{{','.join(stages)}}}")
 
 
 def test_packed_documents_are_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,3 +46,12 @@ def test_counts_are_converted_to_another_unit() -> None:
     assert StepCounts(8, ((3, 4),)).convert(lambda samples: samples // 4) == StepCounts(
         2, ((3, 1),)
     )
+
+
+def test_product_has_the_stages_of_both_counts() -> None:
+    for first, first_steps in CASES.values():
+        for second, second_steps in CASES.values():
+            product = first.multiply(second)
+            expected = [a * b for a, b in zip(first_steps, second_steps, strict=True)]
+            assert [product.at(step) for step in range(STEPS)] == expected
+            assert product.before(STEPS) == sum(expected)

@@ -38,9 +38,17 @@ def plan_content(plan: Plan) -> dict[str, object]:
             {
                 "until_step": until_step,
                 "global_batch": samples,
-                "step_s": plan.stage_seconds.get(samples),
+                "step_s": plan.step_seconds_at(until_step),
             }
             for until_step, samples in run.samples_per_step.stages
+        ],
+        "sequence_warmup": [
+            {
+                "until_step": until_step,
+                "sequence": tokens,
+                "step_s": plan.step_seconds_at(until_step),
+            }
+            for until_step, tokens in run.sequence_per_step.stages
         ],
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.mfu,

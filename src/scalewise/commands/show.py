@@ -57,6 +57,9 @@ def print_heading(job_spec: JobSpec) -> None:
     if stages := run.samples_per_step.stages:
         texts = [f"{samples} until step {until_step:,}" for until_step, samples in stages]
         print_lines(f"Batch warm-up: {', '.join(texts)}")
+    if stages := run.sequence_per_step.stages:
+        texts = [f"{tokens} tokens until step {until_step:,}" for until_step, tokens in stages]
+        print_lines(f"Sequence warm-up: {', '.join(texts)}")
     if run.precision.compute is FloatFormat.bf16 and run.hardware.emulates_bf16:
         print_lines("Slow: this CPU has no bf16 instructions; set precision=fp32")
     if run.compile.scope is CompileScope.auto and run.is_compiled:

@@ -321,9 +321,12 @@ def _print_time(console: Console, plan: Plan) -> None:
         )
     steps = plan.run.num_steps(samples=plan.run.global_batch)
     tokens = plan.run.tokens_in_step.before(steps)
-    for until_step, samples in plan.run.samples_per_step.stages:
-        seconds = format_seconds(plan.stage_seconds[samples])
-        console.print(f"Until step {until_step:,}: {samples} samples in a step, {seconds}")
+    for until_step, step_tokens in plan.run.tokens_in_step.stages:
+        text = f"{plan.run.samples_per_step.at(until_step - 1)} samples"
+        if plan.run.trainer.sequence_warmup:
+            text += f" of {plan.run.sequence_per_step.at(until_step - 1)} tokens"
+        seconds = format_seconds(plan.stage_seconds[step_tokens])
+        console.print(f"Until step {until_step:,}: {text} in a step, {seconds}")
     parts = [
         f"Training time: {format_seconds(plan.seconds_for_steps(steps) or 0.0)} "
         f"for {format_count(tokens)} tokens"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.compiler import config as compiler_config
 from torch.optim import Muon
 
 from scalewise.compat import PrivateNames
@@ -35,6 +36,7 @@ __all__ = [
     "matrices_of_group",
     "multiply_all_",
     "norm_of_each",
+    "raise_recompile_limit",
     "registered_buffers",
     "registered_parameters",
     "replaced_functions",
@@ -129,6 +131,14 @@ with private:
 
 if not TYPE_CHECKING:
     __getattr__ = private.missing_name
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Raise the number of compilations of a function, beyond which it runs in eager mode.
+
+    The setting is public; torch reads it from a module of the whole process.
+    """
+    compiler_config.recompile_limit = max(compiler_config.recompile_limit, limit)
 
 
 class DevicelessFakeTensorMode(FakeTensorMode):

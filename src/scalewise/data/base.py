@@ -38,6 +38,11 @@ class DataConfig(ABC):
         return False
 
     @property
+    def is_continuous_text(self) -> bool:
+        """Whether any part of a sequence can be trained on alone, as of running text."""
+        return True
+
+    @property
     def answer_length(self) -> int:
         """Number of verifiable answer tokens at the end of each sample; 0: none."""
         return 0

@@ -51,6 +51,11 @@ class ChatData(TokenizedDataConfig):
 
     implementation = "scalewise.data.chat_cache"
 
+    @property
+    def is_continuous_text(self) -> bool:
+        """False: labels, such as answers, are at the end of a sequence."""
+        return False
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield absent or unknown files, and values out of range."""
         yield from super().validate()

@@ -47,6 +47,8 @@ class BatchShare:
     """Number of data-parallel ranks."""
     warmup: tuple[tuple[int, int], ...] = ()
     """Stages with other global batches, as in ``StepCounts``."""
+    sequence_per_step: StepCounts | None = None
+    """Tokens to which the sequences of each step are truncated; None: they are not."""
 
     @cached_property
     def samples_per_step(self) -> StepCounts:
@@ -121,7 +123,12 @@ class MicroBatches:
             yield index_B, self._to_batch(number, self._read_tokens(number))
 
     def _read_tokens(self, number: int) -> NDArray[np.int64]:
-        return self._batch_share.read_micro_batch(self._dataset.gather, self._order, number)
+        share = self._batch_share
+        tokens_BS = share.read_micro_batch(self._dataset.gather, self._order, number)
+        if share.sequence_per_step is None:
+            return tokens_BS
+        step, _ = share.micro_batches_per_step.locate(number)
+        return tokens_BS[:, : share.sequence_per_step.at(step) + 1]
 
     def _to_batch(self, number: int, tokens_BS: NDArray[np.int64]) -> Batch:
         batch = as_batch(

@@ -83,6 +83,11 @@ class MixtureData(TokenizedDataConfig):
         return all(getattr(source.data, "special_tokens", True) for source in self.sources.values())
 
     @property
+    def is_continuous_text(self) -> bool:
+        """Whether any part of a sequence of every source can be trained on alone."""
+        return all(source.data.is_continuous_text for source in self.sources.values())
+
+    @property
     def trains_tokenizer(self) -> bool:
         """Whether a tokenizer is trained on the texts, since none is given."""
         return self.tokenizer is None and any(

@@ -95,6 +95,11 @@ class DigitReversal(DataConfig):
     implementation = "scalewise.data.synthetic_datasets"
 
     @property
+    def is_continuous_text(self) -> bool:
+        """False: the answer is at the end of a sequence."""
+        return False
+
+    @property
     def answer_length(self) -> int:
         """Number of digits of an answer, equal to that of a prompt."""
         return self.sequence // 2
@@ -129,6 +134,11 @@ class SyntheticShapes(DataConfig):
     """Number of images per epoch, in samples; 10 % more are held out."""
 
     implementation = "scalewise.data.synthetic_datasets"
+
+    @property
+    def is_continuous_text(self) -> bool:
+        """False: a caption describes its image as a whole."""
+        return False
 
     @property
     def required_vocabulary(self) -> int:

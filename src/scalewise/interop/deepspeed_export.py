@@ -28,6 +28,8 @@ def deepspeed_config(run: RunConfig) -> ExternalConfig:
     config.values["train_batch_size"] = run.global_batch
     if run.trainer.batch_warmup:
         config.notes.append("trainer.batch_warmup: the config has one batch size for all steps")
+    if run.trainer.sequence_warmup:
+        config.notes.append("trainer.sequence_warmup: the script has to truncate sequences")
     _add_optimizer(run, config)
     _add_schedule(run, config)
     config.notes.append("model, data and objective belong to the script")

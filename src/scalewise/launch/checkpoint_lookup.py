@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from scalewise.typed_override import format_override
 logger = logging.getLogger(__name__)
 
 ComparedKeys = tuple[tuple[str, tuple[str, ...] | None], ...]
+WARMUPS = ("batch_warmup", "sequence_warmup")
+"""Options of the trainer on which the samples and tokens of a step depend."""
 _MUTABLE_MODEL_FIELDS = ("weights", "dropout")
 """Fields of the model config that may change when a run is resumed."""
 
@@ -111,16 +113,15 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
     try:
         recorded_trainer = {
             "global_batch": _global_batch(recorded_config),
-            "batch_warmup": _group_values(recorded_config, "trainer").get("batch_warmup"),
+            **_select_keys(_group_values(recorded_config, "trainer"), WARMUPS),
         }
         recorded_config["trainer"] = recorded_trainer
     except (AttributeError, KeyError, TypeError, ValueError):
         reason = "is damaged: trainer and parallelism define no batch size"
         raise RecordError.for_file(folder / "resolved.yaml", reason) from None
-    current_trainer = _group_values(current_config, "trainer")
     current_config["trainer"] = {
         "global_batch": run.global_batch,
-        "batch_warmup": current_trainer["batch_warmup"],
+        **_select_keys(_group_values(current_config, "trainer"), WARMUPS),
     }
     user_defined: ComparedKeys = (
         ("objective", ("_target_", "target", "arguments")),
@@ -131,7 +132,7 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
         ("adapter", None),
         ("quantization", None),
         ("optimizer", ("_target_",)),
-        ("trainer", ("global_batch", "batch_warmup")),
+        ("trainer", ("global_batch", *WARMUPS)),
         ("data", None),
     )
     # The batch size of a user-defined module is not in its config.
@@ -225,6 +226,10 @@ def _global_batch(recorded_config: Mapping[str, Any]) -> int | None:
 def _group_values(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     group_values = values.get(group)
     return group_values if isinstance(group_values, Mapping) else {"": group_values}
+
+
+def _select_keys(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if key in values}
 
 
 def _resolve_path(path: Path) -> Path | None:

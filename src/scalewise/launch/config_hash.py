@@ -79,6 +79,7 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("trainer", "skip_sigma"): None,
     ("trainer", "max_skipped_steps"): 10,
     ("trainer", "rolling_window"): 128,
+    ("trainer", "sequence_warmup"): {},
 }
 """Options since version 0.1.0 by group and key, with the default that is not part of the hash."""
 

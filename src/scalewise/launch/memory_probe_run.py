@@ -60,6 +60,7 @@ def shorten_run(run: RunConfig) -> RunConfig:
             max_tokens=None,
             max_epochs=None,
             batch_warmup={},
+            sequence_warmup={},
             global_batch=run.samples_per_forward
             * min(MAX_PROBE_MICRO_BATCHES[run.hardware.device], run.accumulation),
             validate_every=trainer.validate_every and PROBE_STEPS,

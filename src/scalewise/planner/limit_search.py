@@ -85,7 +85,8 @@ def _with_micro_batch(run: RunConfig, size: int) -> RunVariant:
 def _with_sequence(run: RunConfig, tokens: int) -> RunVariant:
     fields: Any = run.data
     data: Any = replace(fields, sequence=tokens)
-    return RunVariant(run).change(f"data.sequence={tokens}", data=data)
+    trainer = replace(run.trainer, sequence_warmup={})
+    return RunVariant(run).change(f"data.sequence={tokens}", data=data, trainer=trainer)
 
 
 def _try_counts(vary: Callable[[int], RunVariant], limit: int) -> dict[int, Plan]:

@@ -71,14 +71,19 @@ class Plan:
 
     @cached_property
     def stage_seconds(self) -> Mapping[int, float]:
-        """Step time by global batch size, of each stage of a warm-up and of the steps after it.
+        """Step time by tokens of a step, of each stage of a warm-up and of the steps after it.
 
         In seconds; empty without a predicted step time.
         """
-        run, batches = self.run, self.run.samples_per_step
-        times = {samples: predict_step_time(run.at_batch(samples)) for _, samples in batches.stages}
-        times[batches.final] = self.step_time
-        return {samples: time.seconds for samples, time in times.items() if time is not None}
+        times = {
+            tokens: self.step_time if run is self.run else predict_step_time(run)
+            for tokens, run in self.run.warmup_runs.items()
+        }
+        return {tokens: time.seconds for tokens, time in times.items() if time is not None}
+
+    def step_seconds_at(self, step: int) -> float | None:
+        """Return the time of a step, which counts from 1, in seconds."""
+        return self.stage_seconds.get(self.run.tokens_in_step.at(step - 1))
 
     def seconds_for_steps(self, steps: int) -> float | None:
         """Return the time of the first ``steps`` optimizer steps, in seconds."""
@@ -97,9 +102,8 @@ class Plan:
 
     def _stage_rates(self, steps: int) -> Iterator[tuple[int, float]]:
         """Yield the tokens of each stage of a run, and its throughput in tokens/s."""
-        for first, count, samples in self.run.samples_per_step.iter_stages(steps):
-            tokens = self.run.tokens_in_step.at(first)
-            if (seconds := self.stage_seconds.get(samples)) is not None:
+        for _, count, tokens in self.run.tokens_in_step.iter_stages(steps):
+            if (seconds := self.stage_seconds.get(tokens)) is not None:
                 yield count * tokens, tokens / seconds
 
     def seconds_for(self, tokens: float) -> float | None:

@@ -19,6 +19,7 @@ from scalewise.compat.torch import (
     ATTENTION_OPS,
     GROUPED_MATMUL_OP,
     VARLEN_ATTENTION_OP,
+    raise_recompile_limit,
 )
 from scalewise.compat.torch_distributed import SAVED_COLLECTIVES
 from scalewise.hardware import DeviceKind
@@ -39,6 +40,8 @@ SAVED_OPS = (
     | SAVED_COLLECTIVES
 )
 """Operators whose results selective checkpointing stores: costly to repeat."""
+RECOMPILE_LIMIT = 8
+"""Default of torch's limit to the compilations of a function."""
 
 
 def apply_checkpointing(
@@ -86,17 +89,25 @@ def _selective_policy(
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_module(config: Compile, module: ModelModule) -> None:
+def compile_module(config: Compile, module: ModelModule, num_lengths: int = 1) -> None:
     """Compile a module, or each of its blocks, in place; compilation is lazy.
 
     Only ``forward`` is compiled: ``Module.compile`` falls back to eager mode for blocks with
     activation checkpointing.
+
+    Args:
+        config: Compilation.
+        module: Model or pipeline stage.
+        num_lengths: Number of sequence lengths, each of which is compiled by itself.
     """
     modules: dict[CompileScope, Sequence[nn.Module]] = {
         CompileScope.none: [],
         CompileScope.block: module.layers(),
         CompileScope.whole: [module],
     }
+    if modules[config.scope] and num_lengths > 1:
+        # Beyond the limit, torch would run further lengths in eager mode.
+        raise_recompile_limit(RECOMPILE_LIMIT * num_lengths)
     for target in modules[config.scope]:
         target.forward = torch.compile(
             target.forward, backend=config.backend.value, dynamic=config.dynamic

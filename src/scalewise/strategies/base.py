@@ -111,7 +111,7 @@ class ParallelStrategy(Strategy):
             compile_config=run.loss_compile,
         )
         apply_checkpointing(run.memory, module, all_layers, run.hardware.device)
-        compile_module(run.applied_compile, module)
+        compile_module(run.applied_compile, module, len(run.sequence_lengths))
         return module
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:

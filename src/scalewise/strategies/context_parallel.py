@@ -6,6 +6,9 @@ heads, K key heads, D features.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,30 +22,56 @@ from scalewise.parallelism.mesh import ContextAttention
 Batch = dict[str, Tensor]
 
 
+class SequenceOrder(NamedTuple):
+    """Order of the tokens of sequences of one length over context ranks."""
+
+    chunk_tokens: int
+    """Tokens of a chunk."""
+    order: Tensor
+    """Positions in the sequence of all ranks' tokens, in rank order."""
+    positions: Tensor
+    """Positions in the sequence of this rank's tokens."""
+    inverse: Tensor
+    """Index of each position in ``order``."""
+
+
 class SequenceSharding:
     """Assignment of the tokens of a sequence to context ranks.
 
-    ``balanced``: a sequence is divided into 2N chunks; rank r stores chunks r and 2N - 1 - r, so
-    that causal attention costs every rank the same. Otherwise it is divided into N chunks.
+    Args:
+        mesh: Context ranks.
+        lengths: Possible sequence lengths, in tokens; the longest is selected.
+        balanced: Whether a sequence is divided into 2N chunks, of which rank r stores chunks r and
+            2N - 1 - r, so that causal attention costs every rank the same; else, into N chunks.
     """
 
-    def __init__(self, mesh: DeviceMesh, sequence: int, *, balanced: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, lengths: Collection[int], *, balanced: bool) -> None:
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.group = mesh.get_group()
         num_chunks = (2 if balanced else 1) * self.ranks
-        self.chunk_tokens = sequence // num_chunks
         chunks_of_ranks = [
             [rank, num_chunks - 1 - rank] if balanced else [rank] for rank in range(self.ranks)
         ]
         self.chunk_indices = chunks_of_ranks[self.rank]
         # On the device: a copy at each use would make the host wait.
-        positions = torch.arange(sequence, device=mesh.device_type)
-        positions = positions.view(num_chunks, self.chunk_tokens)
-        self.order_T = torch.cat([positions[chunks].flatten() for chunks in chunks_of_ranks])
-        """Positions in the sequence of all ranks' tokens, in rank order."""
-        self.positions_T = positions[self.chunk_indices].flatten()
-        """Positions in the sequence of this rank's tokens."""
-        self.inverse_T = torch.argsort(self.order_T)
+        self.orders = {
+            length: self._build_order(
+                torch.arange(length, device=mesh.device_type).view(num_chunks, -1), chunks_of_ranks
+            )
+            for length in lengths
+        }
+        self.select_length(max(lengths))
+
+    def _build_order(
+        self, positions_CT: Tensor, chunks_of_ranks: Sequence[Sequence[int]]
+    ) -> SequenceOrder:
+        order_T = torch.cat([positions_CT[chunks].flatten() for chunks in chunks_of_ranks])
+        positions_T = positions_CT[self.chunk_indices].flatten()
+        return SequenceOrder(positions_CT.shape[1], order_T, positions_T, torch.argsort(order_T))
+
+    def select_length(self, length: int) -> None:
+        """Assign the tokens of sequences of ``length`` tokens from now on."""
+        self.chunk_tokens, self.order_T, self.positions_T, self.inverse_T = self.orders[length]
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Tokens and labels of this rank; positions of packed sequences stay unsharded."""

@@ -24,6 +24,7 @@ from scalewise.compat.torch_distributed import (
 )
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
+from scalewise.models.base_module import ModelModule
 from scalewise.parallelism.mesh import AXES, EXPERT_AXES, MeshConfig
 from scalewise.strategies import grad_norm, parallelize, tensor_parallel
 from scalewise.strategies.base import Batch, ParallelStrategy, ScaledLoss
@@ -81,6 +82,9 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         self.expert_mesh: DeviceMesh | None = None
         self._sequence_sharding: SequenceSharding | None = None
         self._pipeline: PipelineRunner | None = None
+        self._stages: Sequence[ModelModule] = ()
+        self._position_ids: dict[int, Tensor] = {}
+        self._length = 0
 
     def setup_environment(self) -> None:
         """Initialize the process group and the device mesh."""
@@ -110,7 +114,7 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         context = self.axis_mesh("context")
         if context is not None:
             self._sequence_sharding = SequenceSharding(
-                context, run.data.sequence, balanced=self.spec.balanced
+                context, {*run.sequence_lengths.values()}, balanced=self.spec.balanced
             )
         stage_slices = run.model.split_stages(self.spec.num_stages, run.data.sequence)
         stage_indices = self.spec.stage_indices(self.global_rank)
@@ -118,6 +122,11 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
             parallelize.build_sharded(run, stage_slices[index], self, self._sequence_sharding)
             for index in stage_indices
         ]
+        self._stages, self._length = stages, 0
+        self._position_ids = parallelize.position_ids(
+            run, self._sequence_sharding, self.root_device
+        )
+        self._select_length(run.data.sequence)
         if self.axis_mesh("pipeline") is None:
             return stages[0]
         self._pipeline = PipelineRunner(
@@ -163,10 +172,22 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         return super().canonical_name(name)
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Tokens of this context rank, of every sequence."""
+        """Tokens of this context rank, of every sequence, whose length may be that of a warm-up."""
+        if len(self._position_ids) > 1:
+            self._select_length(batch["labels"].shape[1])
         return (
             batch if self._sequence_sharding is None else self._sequence_sharding.shard_batch(batch)
         )
+
+    def _select_length(self, length: int) -> None:
+        """Set the positions of this rank's tokens in sequences of ``length`` tokens."""
+        if length == self._length:
+            return
+        self._length = length
+        if self._sequence_sharding is not None:
+            self._sequence_sharding.select_length(length)
+        for stage in self._stages:
+            stage.set_position_ids(self._position_ids[length])
 
     @contextmanager
     def loss_context(self) -> Iterator[None]:

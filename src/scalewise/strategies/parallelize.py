@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -111,7 +111,7 @@ def build_sharded(
     apply_checkpointing(run.memory, module, stage, run.hardware.device)
 
     # Before FSDP, whose hooks would break the graph of a block.
-    compile_module(run.applied_compile, module)
+    compile_module(run.applied_compile, module, len(run.sequence_lengths))
 
     if spec.uses_fsdp:
         # Views of tensor-parallel embeddings and of blocks such as OPT's: nothing of ours changes
@@ -126,10 +126,22 @@ def build_sharded(
     for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
         parent, _, key = name.rpartition(".")
         setattr(module.get_submodule(parent), key, buffer.to(rank_mesh.root_device))
-    num_positions = run.adapter.prompt_tokens + run.data.sequence
-    positions_T = torch.arange(num_positions) if sharding is None else sharding.positions_T
-    module.set_position_ids(positions_T.to(rank_mesh.root_device))
     return module
+
+
+def position_ids(
+    run: RunConfig, sharding: SequenceSharding | None, device: torch.device
+) -> dict[int, Tensor]:
+    """Positions of this rank's tokens, ``positions_T``, by sequence length of the run.
+
+    ``sharding``: assignment of tokens to context ranks; None: no context parallelism.
+    """
+    if sharding is not None:
+        return {length: order.positions for length, order in sharding.orders.items()}
+    return {
+        length: torch.arange(run.adapter.prompt_tokens + length, device=device)
+        for length in run.sequence_lengths.values()
+    }
 
 
 def shard_user_module(module: LightningModule, run: RunConfig, rank_mesh: RankMesh) -> None:

@@ -92,6 +92,7 @@ class PipelineRunner:
         self._losses: list[Tensor] = []
         self.before_backward: Callable[[], None] = lambda: None
         self._schedules: dict[bool, Any] = {}
+        self._lengths: dict[bool, int] = {}
         self._tied_names = run.model.tied_weights
         self._tied: list[nn.Parameter] = []
         self._tied_copy_ids: set[int] = set()
@@ -163,8 +164,11 @@ class PipelineRunner:
 
     def _run_schedule(self, batch: Batch, loss: ScaledLoss, *, backward: bool) -> Tensor:
         self._loss = loss
-        if backward not in self._schedules:
+        length = batch["labels"].shape[1]
+        if self._lengths.get(backward) != length:
+            # The buffers in which a stage receives activations have the shape of its first batch.
             self._schedules[backward] = self._build_schedule(batch["inputs"].device, backward)
+            self._lengths[backward] = length
         schedule = self._schedules[backward]
         losses: list[Tensor] = []
         inputs = (batch["inputs"].contiguous(),) if self._has_first_stage else ()

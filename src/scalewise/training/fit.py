@@ -76,7 +76,7 @@ def fit_run(
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
             sources=splits.validation_sources,
         )
-        attempts = AttemptRecorder(folder, resume, start, run.samples_per_step)
+        attempts = AttemptRecorder(folder, resume, start, run.tokens_in_step)
         recorder.sinks += [file.append, session.log, terminal, attempts]
         first_callbacks.append(attempts)
     loaders = _build_loaders(run, splits, rank_info, steps, start)
@@ -119,7 +119,12 @@ def _build_loaders(
     dp_size = run.parallelism.data_parallel_size
     dp_rank = run.parallelism.data_parallel_rank(rank_info.rank)
     batch_share = BatchShare(
-        run.global_batch, run.micro_batch, dp_rank, dp_size, run.samples_per_step.stages
+        run.global_batch,
+        run.micro_batch,
+        dp_rank,
+        dp_size,
+        run.samples_per_step.stages,
+        run.sequence_per_step if run.trainer.sequence_warmup else None,
     )
     pin_memory = run.hardware.device is DeviceKind.cuda
     train = TrainLoader(
@@ -132,7 +137,12 @@ def _build_loaders(
     )
     if splits.validation is None or run.trainer.validate_every is None:
         return train, None
-    validation_share = replace(batch_share, global_batch=run.trainer.validation_rows, warmup=())
+    validation_share = replace(
+        batch_share,
+        global_batch=run.trainer.validation_rows,
+        warmup=(),
+        sequence_per_step=None,
+    )
     if splits.validation_sources:
         return train, [
             ValidationLoader(dataset, validation_share, pin_memory=pin_memory)

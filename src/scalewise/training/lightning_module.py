@@ -345,7 +345,7 @@ class TrainingModule(LightningModule):
     def _scale_loss(self, batch: Batch, step: int) -> ScaledLoss:
         """Loss of a step, divided by the labels, pairs or sampled answers of its global batch.
 
-        A divisor is created once for each batch size: a copy to the device makes the host wait.
+        A divisor is created once for each of its values: a copy to the device makes the host wait.
         """
         run, local_labels = self.run, batch.get("labels_of_step")
         accumulation = self._micro_batches_per_step.at(step)
@@ -357,12 +357,11 @@ class TrainingModule(LightningModule):
                 dist.all_reduce(total)
             targets = (total // ranks_per_batch).clamp(min=1).float()
             return self._divide_loss(targets, accumulation)
-        samples = run.samples_per_step.at(step)
-        if samples not in self._constant_losses:  # no label is masked
-            count = samples * targets_per_sample or run.tokens_in_step.at(step)
+        count = run.samples_per_step.at(step) * targets_per_sample or run.tokens_in_step.at(step)
+        if count not in self._constant_losses:  # no label is masked
             targets = torch.tensor(float(count), device=self.device)
-            self._constant_losses[samples] = self._divide_loss(targets, accumulation)
-        return self._constant_losses[samples]
+            self._constant_losses[count] = self._divide_loss(targets, accumulation)
+        return self._constant_losses[count]
 
     def _divide_loss(self, targets: Tensor, accumulation: int) -> ScaledLoss:
         factor = accumulation * self.run.parallelism.gradient_averaging_size / targets

@@ -189,9 +189,9 @@ def build_summary(
         parameters: Number of parameters of a user-defined module; None: that of ``run.model``.
     """
     steps = rows[-1]["step"]
-    # Steps of one batch size have comparable times; earlier stages of a warm-up have others.
-    last_batch = run.samples_per_step.at(steps - 1)
-    window = [row for row in rows if run.samples_per_step.at(row["step"] - 1) == last_batch]
+    # Steps of equal tokens have comparable times; earlier stages of a warm-up have others.
+    last_tokens = run.tokens_in_step.at(steps - 1)
+    window = [row for row in rows if run.tokens_in_step.at(row["step"] - 1) == last_tokens]
     window = window[int(len(window) * WARM_UP_FRACTION) :]
     metrics: dict[str, object] = {}
     for key in dict.fromkeys(key for row in rows for key in row):

@@ -66,7 +66,7 @@ def fit_user_module(
     terminals: list[ProgressDisplay] = []
     attempts: list[AttemptRecorder] = []
     if rank_info.rank == 0:
-        attempts = [AttemptRecorder(folder, resume, start, run.samples_per_step)]
+        attempts = [AttemptRecorder(folder, resume, start, run.tokens_in_step)]
 
     def open_outputs(run: RunConfig, steps: int) -> None:
         """Write the plan and open the sinks, on rank 0; steps and micro-batch size are known."""

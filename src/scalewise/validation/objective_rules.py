@@ -195,10 +195,13 @@ def _module_trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
         reason = "is not supported: a user-defined module takes one step per batch of its loader"
         fix = "set trainer.global_batch=null"
         yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, fix)
-    if trainer.batch_warmup:
-        reason = "is not supported: a user-defined module takes one step per batch of its loader"
-        fix = f"set {format_override('trainer.batch_warmup', {})}"
-        yield ConfigIssue("trainer.batch_warmup", [*trainer.batch_warmup], reason, fix)
+    for key, reason in (
+        ("batch_warmup", "a user-defined module takes one step per batch of its loader"),
+        ("sequence_warmup", "batches of a user-defined data loader need not contain sequences"),
+    ):
+        if stages := getattr(trainer, key):
+            fix = f"set {format_override(f'trainer.{key}', {})}"
+            yield ConfigIssue(f"trainer.{key}", [*stages], f"is not supported: {reason}", fix)
     if trainer.max_tokens is not None:
         reason = "is not supported: a user-defined module does not report its tokens"
         fix = "set trainer.max_steps"

@@ -212,15 +212,17 @@ def _tensor_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
                 f"does not divide model.{name}={size}",
                 f"set parallelism.tensor={_largest_divisor(size, ranks)}",
             )
-    tokens = run.adapter.prompt_tokens + run.data.sequence // mesh.sizes["context"]
-    if mesh.sequence_parallel and tokens % ranks:
-        unit = "tokens, with adapter.tokens," if run.adapter.prompt_tokens else "tokens"
-        yield ConfigIssue(
-            "parallelism.tensor",
-            ranks,
-            f"does not divide the {tokens} {unit} of a sequence on a rank",
-            "set parallelism.sequence_parallel=false",
-        )
+    for key, length in run.sequence_lengths.items():
+        tokens = run.adapter.prompt_tokens + length // mesh.sizes["context"]
+        if mesh.sequence_parallel and tokens % ranks:
+            unit = "tokens, with adapter.tokens," if run.adapter.prompt_tokens else "tokens"
+            stage = "" if key == "data.sequence" else f" with {key}={length}"
+            yield ConfigIssue(
+                "parallelism.tensor",
+                ranks,
+                f"does not divide the {tokens} {unit} of a sequence on a rank{stage}",
+                "set parallelism.sequence_parallel=false",
+            )
     has_smoothing = isinstance(run.objective, CausalLM) and run.objective.label_smoothing
     if mesh.loss_parallel and has_smoothing:
         yield ConfigIssue(
@@ -236,13 +238,13 @@ def _context_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if ranks == 1:
         return
     num_chunks = ranks * (2 if mesh.balanced else 1)
-    if run.data.sequence % num_chunks:
-        yield ConfigIssue(
-            "data.sequence",
-            run.data.sequence,
-            f"is not a multiple of {num_chunks}, the number of chunks for {ranks} context ranks",
-            f"set data.sequence={max(1, run.data.sequence // num_chunks) * num_chunks}",
-        )
+    for key, length in run.sequence_lengths.items():
+        if length % num_chunks:
+            reason = (
+                f"is not a multiple of {num_chunks}, the number of chunks for {ranks} context ranks"
+            )
+            fix = f"set {key}={max(1, length // num_chunks) * num_chunks}"
+            yield ConfigIssue(key, length, reason, fix)
     heads = run.model.heads // mesh.sizes["tensor"]
     if mesh.attention == "ulysses" and heads % ranks:
         yield ConfigIssue(

@@ -34,10 +34,11 @@ def _fp8_issues(precision: Float8, run: RunConfig) -> Iterator[ConfigIssue]:
     if run.hardware.fp8_tflops == 0:
         reason = f"{run.hardware.match or 'the device'} has no fp8 matmuls"
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
-    if run.data.sequence % DIM_MULTIPLE:
-        reason = f"is not divisible by {DIM_MULTIPLE}, which fp8 matmuls over tokens require"
-        fix = f"set data.sequence={max(1, run.data.sequence // DIM_MULTIPLE) * DIM_MULTIPLE}"
-        yield ConfigIssue("data.sequence", run.data.sequence, reason, fix)
+    for key, length in run.sequence_lengths.items():
+        if length % DIM_MULTIPLE:
+            reason = f"is not divisible by {DIM_MULTIPLE}, which fp8 matmuls over tokens require"
+            fix = f"set {key}={max(1, length // DIM_MULTIPLE) * DIM_MULTIPLE}"
+            yield ConfigIssue(key, length, reason, fix)
     if not precision.fp8_layers(run.model):
         reason = f"the model has no linear layer with dimensions divisible by {DIM_MULTIPLE}"
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")

@@ -9,6 +9,7 @@ from math import ceil
 
 from scalewise.errors import ConfigIssue
 from scalewise.memory_config import ActivationCheckpointing, AutoCheckpointing, FixedCheckpointing
+from scalewise.objectives import CausalLM
 from scalewise.optimizers import OptimizerConfig
 from scalewise.optimizers.config import ScheduleFreeConfig
 from scalewise.parallelism.ddp import DDPConfig
@@ -17,6 +18,7 @@ from scalewise.plan_config import PlanSearch
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
+from scalewise.typed_override import format_override
 
 
 @singledispatch
@@ -109,6 +111,7 @@ def trainer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
                 f"trainer.{option}", value, reason, fix or f"set trainer.{option}=null"
             )
     yield from _batch_warmup_issues(run)
+    yield from _sequence_warmup_issues(run)
     if run.trainer.micro_batch != AUTO:
         return
     global_batch, ranks = run.trainer.global_batch, run.parallelism.data_parallel_size
@@ -148,17 +151,59 @@ def _batch_warmup_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         if samples % unit:
             reason = f"is not a multiple of {unit}: {parts}, as trainer.batch_warmup requires"
             yield ConfigIssue(key, samples, reason, f"set {key}={ceil(samples / unit) * unit}")
-    if trainer.max_epochs is not None:
+    name, last = trainer.sorted_batch_stages[-1]
+    key = f"trainer.batch_warmup.{name}"
+    yield from _last_stage_issues(
+        run, key, last.until_step, f"trainer.global_batch={run.global_batch}"
+    )
+
+
+def _sequence_warmup_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of samples that cannot be truncated, and of a run that ends in a stage."""
+    trainer, length = run.trainer, run.data.sequence
+    if not trainer.sequence_warmup:
+        return
+    option, names = "trainer.sequence_warmup", [*trainer.sequence_warmup]
+    without = f"set {format_override(option, {})}"
+    if not isinstance(run.objective, CausalLM):
+        chosen = run.option("objective")
+        reason = f"truncates samples, which objective={chosen} reads as a whole"
+        yield ConfigIssue(option, names, reason, f"{without}, or objective=causal_lm")
+    elif not run.data.is_continuous_text:
+        chosen = run.option("data")
+        reason = f"truncates samples, and the labels of data={chosen} are at their end"
+        yield ConfigIssue(option, names, reason, f"{without}, or data=text")
+    name, last = trainer.sorted_sequence_stages[-1]
+    if last.sequence >= length:
+        key = f"{option}.{name}.sequence"
+        reason = f"must be below that of the steps after it, data.sequence={length}"
+        fix = f"set {key}={max(1, length // 2)}, or a larger data.sequence"
+        yield ConfigIssue(key, last.sequence, reason, fix)
+    yield from _last_stage_issues(
+        run, f"{option}.{name}", last.until_step, f"data.sequence={length}"
+    )
+
+
+def _last_stage_issues(
+    run: RunConfig, key: str, until_step: int, setting: str
+) -> Iterator[ConfigIssue]:
+    """Yield an issue if a run ends within the last stage of a warm-up.
+
+    Args:
+        run: Config of the run.
+        key: Key of the stage.
+        until_step: Last step of the stage.
+        setting: Override that applies after it.
+    """
+    if run.trainer.max_epochs is not None:
         return  # the steps of an epoch depend on the data
-    steps, (name, last) = run.num_steps(samples=0), trainer.sorted_batch_stages[-1]
-    if last.until_step >= steps:
-        key = f"trainer.batch_warmup.{name}.until_step"
+    steps = run.num_steps(samples=0)
+    if until_step >= steps:
         reason = (
-            f"must be below the {steps} steps of the run, so that its last steps have "
-            f"trainer.global_batch={run.global_batch}"
+            f"must be below the {steps} steps of the run, so that its last steps have {setting}"
         )
-        fix = f"set {key}={max(1, steps // 10)}, or train for longer"
-        yield ConfigIssue(key, last.until_step, reason, fix)
+        fix = f"set {key}.until_step={max(1, steps // 10)}, or train for longer"
+        yield ConfigIssue(f"{key}.until_step", until_step, reason, fix)
 
 
 def _statistics_options(run: RunConfig) -> Iterator[str]:
@@ -186,7 +231,7 @@ def schedule_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     trainer = run.trainer
     if run.world_size < 1 or run.micro_batch < 1 or (trainer.global_batch or 1) < 1:
         return
-    if any(issue.key.startswith("trainer.batch_warmup") for issue in trainer.validate()):
+    if any("_warmup" in issue.key for issue in trainer.validate()):
         return
     if run.data.sequence < 1 or (trainer.max_steps is None and trainer.max_tokens is None):
         return  # the steps of an epoch depend on the data

@@ -148,6 +148,7 @@ def _reduce_trainer(run: RunConfig) -> TrainerConfig:
         max_tokens=None,
         max_epochs=None,
         batch_warmup={},
+        sequence_warmup={},
         validate_every=every,
         validate_first=False,
         log_every=steps + 1,

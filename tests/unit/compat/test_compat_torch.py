@@ -218,6 +218,14 @@ def test_function_without_dynamo_runs_eagerly() -> None:
     assert [x.item() for x in tensors] == [2.0, 4.0]
 
 
+def test_recompile_limit_is_raised_and_not_lowered() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for limit, expected in ((5, 8), (24, 24), (16, 24)):
+            compat_torch.raise_recompile_limit(limit)
+            assert torch.compiler.config.recompile_limit == expected, limit
+    assert torch._dynamo.config.recompile_limit == 8
+
+
 def test_storage_id_is_shared_by_views_and_ends_with_the_storage() -> None:
     tensor = torch.ones(4, device="meta")
     storage = tensor.untyped_storage()

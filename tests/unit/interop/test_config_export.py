@@ -86,6 +86,9 @@ def test_settings_without_a_counterpart_are_named() -> None:
     run = compose([*line.split(), "hardware=h100"], check_machine=False)
     expected = "schedule.rewarmup_steps=5: has no counterpart in DeepSpeed"
     assert expected in deepspeed_config(run).notes
+    stage = "+trainer.sequence_warmup={a:{until_step:10,sequence:64}}"
+    notes = deepspeed_config(compose([*line.split(), stage], check_machine=False)).notes
+    assert "trainer.sequence_warmup: the script has to truncate sequences" in notes
     mup = ("optimizer.lr_transfer=mup", "model.base_width=64", "model.base_heads=4")
     groups = ("+optimizer.lr_factors.embedding=0.5", "optimizer.no_decay=[embedding]")
     overrides = (*line.split(), "model=decoder_nano", *mup, *groups, "hardware=h100")

@@ -224,6 +224,7 @@ def test_lookup_rejects_other_paths(
         (["optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta2=0.5"], []),
         (["data.sequence=64", "seed=9"], ["data.sequence", "seed"]),
         (["data=synthetic"], ["data"]),
+        (["+trainer.sequence_warmup={a:{until_step:2,sequence:8}}"], ["trainer.sequence_warmup"]),
         (["hardware=cpu", "parallelism=ddp", "trainer.micro_batch=4", "trainer.global_batch=8"],
          []),
         (["hardware=cpu", "parallelism=ddp"], ["trainer.global_batch"]),

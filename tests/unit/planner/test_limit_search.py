@@ -66,6 +66,13 @@ def test_longest_sequence_fits_and_the_next_does_not(compose: Compose, plan_of: 
         assert (other.fit.status is FitStatus.fits) == fits, tokens
 
 
+def test_longest_sequence_is_that_without_a_warmup(compose: Compose) -> None:
+    stage = "+trainer.sequence_warmup={a:{until_step:10,sequence:1024}}"
+    _, value, plan = limit(compose, "sequence", *ADAPTED, stage)
+    assert value == limit(compose, "sequence", *ADAPTED)[1]
+    assert plan.run.sequence_per_step.stages == ()
+
+
 def test_longest_sequence_is_at_most_the_context(
     compose: Compose, capsys: pytest.CaptureFixture[str]
 ) -> None:

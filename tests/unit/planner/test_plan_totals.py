@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from fixtures.strategies import LLAMA_8B
 
+from scalewise.commands.plan_json import plan_content
 from scalewise.commands.show_plan import NO_TIME, print_totals
 from scalewise.errors import ConfigError
 from scalewise.planner.fit_check import reject_unfit
-from scalewise.planner.plan import build_plan, sum_plans
+from scalewise.planner.plan import Plan, build_plan, sum_plans
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]
@@ -58,6 +59,47 @@ def test_totals_count_the_steps_of_a_batch_warmup_with_their_batch(compose: Comp
     constant = build_plan(compose(*run, "trainer.global_batch=64", check_machine=False))
     assert plan.fit == constant.fit
     assert plan.step_time == constant.step_time
+
+
+def test_totals_count_the_steps_of_a_sequence_warmup_with_their_length(compose: Compose) -> None:
+    run = (*H100, "model=llama_160m", "trainer.micro_batch=8")
+    lengths = (
+        "+trainer.sequence_warmup={a:{until_step:100,sequence:256},b:{until_step:300,sequence:512}}"
+    )
+    batches = "+trainer.batch_warmup={a:{until_step:200,global_batch:8}}"
+
+    def plan(samples: int, length: int, *stages: str) -> Plan:
+        sizes = (f"trainer.global_batch={samples}", f"data.sequence={length}")
+        return build_plan(compose(*run, *sizes, *stages, check_machine=False))
+
+    steps = {(8, 256): 100, (8, 512): 100, (16, 512): 100, (16, 1024): 700}
+    seconds, tokens = 0.0, 0
+    for (samples, length), count in steps.items():
+        constant = plan(samples, length)
+        assert constant.step_time is not None
+        seconds += count * constant.step_time.seconds
+        tokens += count * samples * length
+    planned = plan(16, 1024, lengths, batches)
+    totals = sum_plans([planned])
+    assert totals.seconds == pytest.approx(seconds)
+    price = planned.run.hardware.dollars_per_hour
+    assert price is not None
+    assert totals.dollars == pytest.approx(seconds / 3600 * price)
+    assert planned.run.tokens_in_step.before(1000) == tokens
+    assert planned.fit == plan(16, 1024).fit
+    assert planned.step_time == plan(16, 1024).step_time
+    content = plan_content(planned)
+    assert content["sequence_warmup"] == [
+        {"until_step": 100, "sequence": 256, "step_s": plan_seconds(plan(8, 256))},
+        {"until_step": 300, "sequence": 512, "step_s": plan_seconds(plan(16, 512))},
+    ]
+    assert content["batch_warmup"] == [
+        {"until_step": 200, "global_batch": 8, "step_s": plan_seconds(plan(8, 512))}
+    ]
+
+
+def plan_seconds(plan: Plan) -> float | None:
+    return None if plan.step_time is None else plan.step_time.seconds
 
 
 @pytest.mark.parametrize(

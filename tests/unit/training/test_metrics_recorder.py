@@ -225,3 +225,22 @@ def test_progress_line_has_both_conventions_of_mfu(compose: Composed) -> None:
     times = {**row(1, OTHER_PHASES), "throughput/mfu": 0.5, "throughput/tokens_per_s": 1.0}
     text = format_window([times], run, 10)
     assert f"MFU 50.0% (PaLM {0.5 * run.palm_to_causal_flops:.1%})" in text
+
+
+def test_flops_of_a_step_are_those_of_its_sequence_length(compose: Composed) -> None:
+    overrides = ("hardware=h100", "model=llama_160m", "data=synthetic", "precision=bf16_mixed")
+    stage = "+trainer.sequence_warmup={a:{until_step:1,sequence:256}}"
+    run = compose(*overrides, "data.sequence=2048", stage, check_machine=False)
+    recorder, times = MetricsRecorder(run, 0, []), dict.fromkeys(PIPELINE, 0.1)
+    rows = [row(step, PIPELINE) | recorder._throughput_metrics(step, times) for step in (1, 2)]
+    flops = []
+    for length, metrics in zip((256, 2048), rows, strict=True):
+        constant = compose(*overrides, f"data.sequence={length}", check_machine=False)
+        flops.append(constant.flops_per_step)
+        expected = MetricsRecorder(constant, 0, [])._throughput_metrics(1, times)
+        for key in ("throughput/mfu", "throughput/mfu_palm", "throughput/tokens_per_s"):
+            assert metrics[key] == pytest.approx(expected[key]), (key, length)
+    seconds = sum(metrics["time/step_s"] for metrics in rows)
+    line = format_window(rows, run, 2)
+    assert f"{sum(flops) / seconds / 1e12:.3g} TFLOP/s/device" in line
+    assert f"MFU {sum(flops) / seconds / run.hardware.peak_flops('bf16'):.1%} " in line

@@ -60,6 +60,12 @@ def test_user_module_composes_like_other_runs(compose: Compose) -> None:
         ("trainer.micro_batch=auto", "trainer.micro_batch", "loader", "data.arguments"),
         ("trainer.micro_batch=4", "trainer.micro_batch", "loader", "data.arguments"),
         ("trainer.global_batch=64", "trainer.global_batch", "loader", "null"),
+        (
+            "+trainer.sequence_warmup={a:{until_step:1,sequence:1}}",
+            "trainer.sequence_warmup",
+            "need not contain sequences",
+            "trainer.sequence_warmup={}",
+        ),
         ("trainer.validation_rows=8", "trainer.validation_rows", "whole data loader", "=64"),
         ("trainer.max_epochs=1.5 trainer.max_steps=null", "trainer.max_epochs", "whole", "=2"),
         ("trainer.max_tokens=9 trainer.max_steps=null", "trainer.max_tokens", "tokens", "steps"),

@@ -6,9 +6,6 @@ from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected
 pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
 IN_BACKWARD = ["optimizer.in_backward=true", "trainer.clip_norm=null"]
-WARMUP = (
-    "+trainer.batch_warmup={a:{until_step:3,global_batch:4},b:{until_step:5,global_batch:8}}",
-)
 LOCAL_SGD = ["parallelism=ddp", "parallelism.comm_hook=post_local_sgd"]
 ROUNDING = ["precision=bf16_true", "precision.stochastic_rounding=true"]
 RULES: list[RejectionCase] = [
@@ -118,63 +115,6 @@ RULES: list[RejectionCase] = [
             (["parallelism=deepspeed_zero2"], "", "measures the gradient", "parallelism=fsdp"),
             (LOCAL_SGD, "", "equal on every rank", "parallelism.comm_hook=none"),
             (IN_BACKWARD, "optimizer.in_backward", "is known, which trainer.", "=null"),
-        )
-    ),
-    *(
-        (["trainer.global_batch=16", "trainer.micro_batch=4", *WARMUP, *others], key, reason, fix)
-        for others, key, reason, fix in (
-            (
-                ["trainer.batch_warmup.a.global_batch=6"],
-                "trainer.batch_warmup.a.global_batch",
-                "is not a multiple of 4: trainer.micro_batch=4 x 1 data-parallel rank",
-                "a.global_batch=8",
-            ),
-            (
-                [
-                    "parallelism=ddp",
-                    "trainer.micro_batch=auto",
-                    "trainer.batch_warmup.b.global_batch=9",
-                ],
-                "trainer.batch_warmup.b.global_batch",
-                "is not a multiple of 2: 2 data-parallel ranks",
-                "b.global_batch=10",
-            ),
-            (
-                ["trainer.global_batch=18"],
-                "trainer.global_batch",
-                "is not a multiple of 4",
-                "trainer.global_batch=20",
-            ),
-            (
-                ["trainer.max_steps=5"],
-                "trainer.batch_warmup.b.until_step",
-                "must be below the 5 steps of the run",
-                "b.until_step=1, or train for longer",
-            ),
-            (
-                ["trainer.batch_warmup.a.global_batch=8"],
-                "trainer.batch_warmup.a.global_batch",
-                "must be below that of the steps after it, trainer.batch_warmup.b.global_batch=8",
-                "a.global_batch=4",
-            ),
-            (
-                ["trainer.batch_warmup.b.until_step=3"],
-                "trainer.batch_warmup.b.until_step",
-                "is that of trainer.batch_warmup.a too",
-                "b.until_step=4",
-            ),
-            (
-                ["trainer.batch_warmup.a.until_step=0"],
-                "trainer.batch_warmup.a.until_step",
-                "must be positive",
-                "a.until_step=8",
-            ),
-            (
-                ["trainer.global_batch=null"],
-                "trainer.batch_warmup",
-                "requires trainer.global_batch",
-                "trainer.global_batch=64",
-            ),
         )
     ),
     (["trainer.skip_sigma=0"], "trainer.skip_sigma", "must be positive", ""),

@@ -79,6 +79,15 @@ def test_pipeline_has_a_layer_per_stage_and_a_sample_per_micro_batch() -> None:
     assert (small.model.layers, small.micro_batch) == (4, 4)
 
 
+def test_warmups_are_left_out() -> None:
+    lengths = "+trainer.sequence_warmup={a:{until_step:10,sequence:1024}}"
+    batches = "+trainer.batch_warmup={a:{until_step:20,global_batch:8}}"
+    sizes = ("data.sequence=2048", "trainer.global_batch=16")
+    small = reduce_run(compose(["model=llama_160m", "data=synthetic", *sizes, lengths, batches]))
+    assert small.data.sequence == 128
+    assert small.tokens_in_step.stages == ()
+
+
 def test_sizes_out_of_range_are_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         compose(["verify.steps=0", "verify.width=8", "verify.learning_rate=0"])

@@ -23,13 +23,13 @@ class AttemptRecorder(Callback):
         folder: Run folder.
         resume: Checkpoint from which the attempt resumes; the attempts at its run come first.
         start_step: Step of that checkpoint; 0: from scratch.
-        samples_per_step: Global batch size of each step.
+        tokens_in_step: Tokens of each step over all ranks.
     """
 
     def __init__(
-        self, folder: Path, resume: Path | None, start_step: int, samples_per_step: StepCounts
+        self, folder: Path, resume: Path | None, start_step: int, tokens_in_step: StepCounts
     ) -> None:
-        self._samples_per_step = samples_per_step
+        self._tokens_in_step = tokens_in_step
         self._num_first_batch, self._first_batch_s = 0, 0.0
         self._folder, self._start_step, self._step = folder, start_step, start_step
         self._started = self._trained = time.time()
@@ -70,9 +70,9 @@ class AttemptRecorder(Callback):
         """Add the steps of a log interval and record the progress."""
         if self._step == self._start_step:
             self._first_step_s = rows[0]["time/step_s"]
-        first_batch = self._samples_per_step.at(self._start_step)
+        first_batch = self._tokens_in_step.at(self._start_step)
         for row in rows:
-            if self._samples_per_step.at(row["step"] - 1) == first_batch:
+            if self._tokens_in_step.at(row["step"] - 1) == first_batch:
                 self._num_first_batch += 1
                 self._first_batch_s += row["time/step_s"]
         self._step = rows[-1]["step"]

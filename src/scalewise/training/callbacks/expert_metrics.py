@@ -77,5 +77,5 @@ class ExpertMetrics:
         if spec.capacity_factor is None:
             return {}
         tokens = run.tokens_in_step.at(step - 1)
-        tokens += tokens // run.data.sequence * run.adapter.prompt_tokens
+        tokens += tokens // run.sequence_per_step.at(step - 1) * run.adapter.prompt_tokens
         return {"experts/dropped": round(fraction * tokens * spec.experts_per_token * spec.layers)}

@@ -56,6 +56,8 @@ class MetricsRecorder(Callback):
         for end, count in per_step.stages:
             if count < min(per_step.final, PEAK_MICRO_BATCHES):
                 self._probed_step = max(self._probed_step, end + 1)
+        for end, _ in run.sequence_per_step.stages:
+            self._probed_step = max(self._probed_step, end + 1)
         self._step, self._num_micro_batches = start_step, 0
         self._accumulation = per_step.at(start_step)
         self._losses: list[torch.Tensor] = []
@@ -281,7 +283,7 @@ class MetricsRecorder(Callback):
 
         MFU by both conventions: with causal attention, and with PaLM's.
         """
-        run = self.run
+        run = self.run.warmup_runs[tokens]
         flops = run.flops_per_token * tokens / run.world_size / seconds
         peak = run.hardware.peak_flops(run.precision.peak_kind)
         mfu = flops / self._device_peak_flops(peak) if peak else None

@@ -91,18 +91,30 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
         f"{seconds / len(rows) * 1e3:.0f} ms ({' '.join(shares)})",
     ]
     if not run.objective.is_user_defined:
-        tflops = run.flops_per_token * num_tokens / seconds / run.world_size / 1e12
+        flops = _count_flops(rows, run, num_tokens)
+        tflops = flops / seconds / run.world_size / 1e12
         parts.insert(3, f"{tflops:.3g} TFLOP/s/device")
     if last.get("throughput/mfu") is not None:
-        flops_ratio = num_tokens / run.tokens_in_step.at(last_step - 1)
+        flops_ratio = _count_flops(rows, run, num_tokens) / _count_flops(
+            rows[-1:], run, step_tokens := run.tokens_in_step.at(last_step - 1)
+        )
         mfu = last["throughput/mfu"] * last["time/step_s"] * flops_ratio / seconds
-        parts.insert(4, format_mfu(mfu, mfu * run.palm_to_causal_flops))
+        palm_ratio = run.warmup_runs[step_tokens].palm_to_causal_flops
+        parts.insert(4, format_mfu(mfu, mfu * palm_ratio))
     if "val/loss" in last:
         texts = [text.format(last[key]) for key, text in VALIDATION_FORMATS.items() if key in last]
         parts.insert(2, ", ".join([f"val {last['val/loss']:.4f}", *texts]))
     if peak:
         parts.insert(-1, peak)
     return "  ".join(parts)
+
+
+def _count_flops(rows: list[Row], run: RunConfig, num_tokens: int) -> float:
+    """Model FLOPs of the steps of ``rows``, which have ``num_tokens`` tokens."""
+    if not run.trainer.sequence_warmup:
+        return run.flops_per_token * num_tokens
+    tokens_of_steps = [run.tokens_in_step.at(row["step"] - 1) for row in rows]
+    return sum(run.warmup_runs[it].flops_per_token * it for it in tokens_of_steps)
 
 
 def format_bar(fraction: float) -> str:
