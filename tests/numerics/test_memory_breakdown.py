@@ -12,6 +12,7 @@ from scalewise import compose
 from scalewise.bench.deepspeed_accuracy_runs import ZERO
 from scalewise.bench.memory_accuracy_runs import (
     DROPOUT,
+    EMA,
     MIXED,
     PACKING,
     SMALL,
@@ -172,3 +173,24 @@ def test_zero_peak_memory_is_near_prediction(
     error = predicted.peak / peak_bytes - 1
     print(f"{' '.join(overrides)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.08
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "overrides",
+    [ZERO[9], *(pytest.param(case, marks=EXHAUSTIVE) for case in (ZERO[0], ZERO[6], ZERO[8]))],
+    ids=" ".join,
+)
+def test_average_of_zero_masters_adds_the_predicted_memory(
+    overrides: tuple[str, ...], run_job: JobRunner
+) -> None:
+    averaged = (*SMALL, *overrides, EMA)
+    predicted = peak_memory.worst_rank_breakdown(compose(averaged)).peak
+    default = peak_memory.worst_rank_breakdown(compose((*SMALL, *overrides))).peak
+    measured, default_measured = (
+        run_job.without_defaults(*case).summary["metrics"]["memory/peak_bytes"]
+        for case in (averaged, (*SMALL, *overrides))
+    )
+    print(f"{' '.join(overrides)}: {predicted / measured - 1:+.2%}")
+    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted - default == pytest.approx(measured - default_measured, rel=0.01)

@@ -9,7 +9,7 @@ import torch
 from fixtures.cli_runner import RunDir, same_weights
 from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import SGD, TOLERANCE, assert_tensors_close
-from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, marks, needs_deepspeed
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from scalewise import compose
@@ -28,12 +28,26 @@ AVERAGED_TRAINING = (
 RUN_OVERRIDES = (*TINY_DECODER, *LLAMA, *AVERAGED_TRAINING)
 EMA = ("callbacks=[ema]", f"callbacks.ema.decay={DECAY}")
 TIED_WEIGHTS = ("model.tied=true",)
-CI_STRATEGIES = ("fsdp", "pipeline_one_f_one_b")
+CI_STRATEGIES = ("fsdp", "pipeline_one_f_one_b", "deepspeed_zero3")
 EXHAUSTIVE_STRATEGIES = (
     *("ddp", "fsdp_zero2", "fsdp_offload", "fsdp_4", "hsdp", "tensor", "shard_tensor", "context"),
     *("pipeline_zbv_zero_bubble", "pipeline_shard", "pipeline_shard_zbv_zero_bubble"),
     *("shard_context", "context_tensor"),
+    *("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3_default"),
+    "deepspeed_zero3_hierarchical",
 )
+ADAMW_OVERRIDES = (
+    *(override for override in RUN_OVERRIDES if not override.startswith("optimizer")),
+    "optimizer.epsilon=1e-3",  # DeepSpeed has no SGD for the host
+)
+OFFLOAD = "parallelism.offload_optimizer=cpu"
+ZERO_MASTERS: dict[str, tuple[str, ...]] = {
+    "zero2_bf16_mixed": ("deepspeed_zero2", "precision=bf16_mixed"),
+    "zero3_bf16_mixed": ("deepspeed_zero3", "precision=bf16_mixed"),
+    "zero3_bf16_true": ("deepspeed_zero3", "precision=bf16_true"),
+    "zero2_offload": ("deepspeed_zero2", OFFLOAD),
+    "zero3_offload": ("deepspeed_zero3", OFFLOAD, "parallelism.offload_parameters=cpu"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +112,11 @@ def strategy_overrides(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "name",
     [
-        *CI_STRATEGIES,
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in EXHAUSTIVE_STRATEGIES),
+        *(pytest.param(name, marks=marks(name)) for name in CI_STRATEGIES),
+        *(
+            pytest.param(name, marks=(*marks(name), pytest.mark.exhaustive))
+            for name in EXHAUSTIVE_STRATEGIES
+        ),
     ],
 )
 def test_ema_under_each_strategy_equals_one_device(
@@ -126,6 +143,15 @@ def test_ema_under_each_strategy_equals_one_device(
         pytest.param("fsdp", "fsdp", marks=pytest.mark.exhaustive),
         pytest.param("fsdp", "tensor", marks=pytest.mark.exhaustive),
         pytest.param("pipeline_one_f_one_b", "ddp", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(*pair, marks=(needs_deepspeed, pytest.mark.exhaustive))
+            for pair in (
+                ("deepspeed_zero3", "fsdp"),
+                ("fsdp", "deepspeed_zero3"),
+                ("deepspeed_zero2", "deepspeed_zero3_hierarchical"),
+                ("ddp", "deepspeed_zero1"),
+            )
+        ),
     ],
 )
 def test_ema_run_resumed_after_its_end_trains_from_the_weights(
@@ -157,3 +183,29 @@ def test_ema_starts_at_the_configured_step(run_job: JobRunner, plain_run: RunDir
     assert has_average == [False, False, True]
     assert same_weights(average(run, 3), plain_run.weights(3))
     assert run.column("val/loss")[:2] == plain_run.column("val/loss")[:2]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "zero2_bf16_mixed" else pytest.mark.exhaustive)
+        for kind in ZERO_MASTERS
+    ],
+)
+def test_ema_of_deepspeed_masters_equals_torch_and_resumes_bitwise(
+    kind: str, run_job: JobRunner, request: pytest.FixtureRequest
+) -> None:
+    """The average of the masters is in fp32, also if these are bf16 or on the host."""
+    strategy, *options = ZERO_MASTERS[kind]
+    if OFFLOAD in options:
+        request.getfixturevalue("compiled_extensions")
+    overrides = (*ADAMW_OVERRIDES, *EMA, *strategy_overrides(strategy), *options)
+    run = run_job.without_defaults(*overrides)
+    masters = [run.weights(step + 1) for step in range(STEPS)]
+    raw = [{name: weight.float() for name, weight in step.items()} for step in masters]
+    assert_tensors_close(average(run, STEPS), averaged_by_torch(raw), "average")
+    resumed = run_job.without_defaults(*overrides, resume=run.checkpoint(2))
+    assert same_weights(resumed.weights(), run.weights())
+    assert same_weights(average(resumed, STEPS), average(run, STEPS))
+    assert resumed.column("val/loss")[-2:] == run.column("val/loss")[-2:]

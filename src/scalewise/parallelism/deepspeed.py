@@ -157,9 +157,11 @@ class DeepSpeedConfig(ParallelismConfig):
 
     @property
     def averaging_conflict(self) -> tuple[str, str] | None:
-        """Conflict of weight averages with the master weights of DeepSpeed, and a fix."""
-        reason = "averages the weights of the module, which DeepSpeed's master weights overwrite"
-        return reason, f"set parallelism={'fsdp' if self.stage == 3 else 'ddp'}"
+        """Conflict of weight averages with master weights on a disk, and a fix."""
+        if self.offload_optimizer is not OffloadTarget.nvme:
+            return None
+        reason = "reads the master weights after each step, which are on NVMe with their state"
+        return reason, "set parallelism.offload_optimizer=cpu"
 
     def bucket_elements(self, num_parameters: int) -> int:
         """Return the bucket size for a number of parameters to reduce or gather, in elements."""

@@ -71,7 +71,7 @@ def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
             zero.weight_element_bytes if zero else element_bytes, rank_memory.parameter_shards
         )
         yield _node_entry("offloaded parameters", ranks, size, "gathered block by block")
-    if rank_memory.parameters_on_host:
+    if rank_memory.average_on_host:
         reason = "moving average of the weights"
         yield _node_entry("offloaded average", ranks, rank_memory.ema_bytes(run), reason)
     if run.hardware.device is DeviceKind.cuda and (size := offloaded_bytes(run, rank_memory)):

@@ -65,10 +65,10 @@ class PersistentStates:
                 f"{trained:,} x {state / trained:.4g} B",
                 "for each trained parameter element",
             )
-        if not states.parameters_on_host:
-            averaged = states.numel(states.parameter_shards, trained=True)
-            formula = f"{averaged:,} x {AVERAGE_BYTES_PER_ELEMENT} B"
-            reason = "moving average of the weights, sharded like them"
+        if not states.average_on_host:
+            formula = f"{states.average_elements:,} x {AVERAGE_BYTES_PER_ELEMENT} B"
+            averaged = "weights" if states.zero is None else "masters"
+            reason = f"moving average of the {averaged}, sharded like them"
             yield constant_entry(
                 "average", states.average_bytes * configs.has_average, ALL_PHASES, formula, reason
             )

@@ -193,9 +193,20 @@ class RankStates(RankStages):
         return self.average_bytes * (averaging_callback(run.callbacks) is not None)
 
     @property
+    def average_elements(self) -> int:
+        """Elements of a moving average on this rank: of its weights, with ZeRO of its masters."""
+        shards = self.parameter_shards if self.zero is None else self.state_shards
+        return self.numel(shards, trained=True)
+
+    @property
     def average_bytes(self) -> int:
         """Size of a moving average of the weights on this rank, in bytes."""
-        return AVERAGE_BYTES_PER_ELEMENT * self.numel(self.parameter_shards, trained=True)
+        return AVERAGE_BYTES_PER_ELEMENT * self.average_elements
+
+    @property
+    def average_on_host(self) -> bool:
+        """Whether a moving average is stored in host memory, as the weights that it averages."""
+        return self.parameters_on_host if self.zero is None else self.states_on_host
 
     @property
     def streams_weights(self) -> bool:

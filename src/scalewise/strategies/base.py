@@ -204,8 +204,30 @@ class ParallelStrategy(Strategy):
         Only pipeline schedules have such passes.
         """
 
-    def reshard(self) -> None:
-        """Free gathered parameters, whose shards were changed outside of the optimizer."""
+    def trained_shards(self) -> dict[str, Tensor]:
+        """This rank's shards of the trained weights, by name; a tied weight has several names."""
+        assert self.lightning_module is not None
+        return {
+            name: tensor
+            for name, tensor in self.lightning_module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        }
+
+    def update_forward_weights(self) -> None:
+        """Let the next forward pass use ``trained_shards`` changed outside of the optimizer."""
+
+    def averages_by_name(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Averages of ``trained_shards`` by name in the full model; all ranks must call this."""
+        return {self.canonical_name(name): average for name, average in averages.items()}
+
+    def load_averages(self, averages: Mapping[str, Tensor]) -> None:
+        """Read averages of ``trained_shards`` from the checkpoint that training resumes from."""
+        loaded = self.averages_by_name(averages)
+        store.read_into(self.resume_path, store.AVERAGE, loaded)
+        for name, average in averages.items():
+            source = loaded[self.canonical_name(name)]
+            if source is not average:  # two copies of a tied weight in a V-shaped pipeline
+                local_tensor(average).copy_(local_tensor(source))
 
     @property
     def resume_path(self) -> Path:

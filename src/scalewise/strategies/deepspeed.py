@@ -224,6 +224,48 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         """Unpartitioned master weight. All ranks must call this."""
         return zero_state_dict.full_weight(parameter)
 
+    def trained_shards(self) -> dict[str, Tensor]:
+        """This rank's partitions of the flattened master weights, one per group."""
+        masters = zero_state_dict.master_partitions(self.optimizers[0])
+        return {f"masters.{group}": master for group, master in enumerate(masters)}
+
+    def update_forward_weights(self) -> None:
+        """Copy the master weights to the parameters; all ranks must call this."""
+        zero_state_dict.copy_masters_to_weights(self.optimizers[0], self._parameter_names())
+
+    def averages_by_name(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Unpartitioned averages on rank 0, and those of buffers; all ranks must call this."""
+        partitions, buffers = self._split_averages(averages)
+        weights = zero_state_dict.iter_averages(
+            self.optimizers[0], self._parameter_names(), partitions
+        )
+        by_name = super().averages_by_name(buffers)
+        for name, average in weights:
+            if self.is_global_zero:
+                by_name[name] = average.cpu()
+        return by_name
+
+    def load_averages(self, averages: Mapping[str, Tensor]) -> None:
+        """Read this rank's averages from the checkpoint that training resumes from."""
+        path = self.resume_path
+        partitions, buffers = self._split_averages(averages)
+        zero_state_dict.load_averages(
+            self.optimizers[0],
+            self._parameter_names(),
+            partitions,
+            lambda name, tensor: store.read_into(path, store.AVERAGE, {name: tensor}),
+        )
+        if buffers:
+            store.read_into(path, store.AVERAGE, super().averages_by_name(buffers))
+
+    def _split_averages(
+        self, averages: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Averages of the partitions of the master weights, and others by name."""
+        masters = self.trained_shards()
+        others = {name: average for name, average in averages.items() if name not in masters}
+        return [averages[name] for name in masters], others
+
     def strategy_buffers(self) -> StrategyBuffers:
         """Master weights, partitions and reduced gradients of the ZeRO optimizer."""
         return zero_state_dict.ZeroPartition(self.optimizers[0], self._parameter_names())
@@ -244,13 +286,16 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
         Checkpoints contain no file in a format of DeepSpeed's.
         """
-        model = checkpoint.pop("state_dict")
+        model, average = checkpoint.pop("state_dict"), checkpoint.pop(store.AVERAGE, None)
         states = {}
         for key, state in zero_state_dict.iter_state(self.optimizers[0], self._parameter_names()):
             if self.is_global_zero:
                 states[key] = state.cpu()
         if self.is_global_zero:
-            tensors = self.writer.stage({"model": model, "optimizer": states})
+            parts = {"model": model, "optimizer": states}
+            if average:
+                parts[store.AVERAGE] = average
+            tensors = self.writer.stage(parts)
             path, packed_state = Path(filepath), store.pack_state(checkpoint)
             self.writer.submit(lambda: store.save_checkpoint(path, tensors, packed_state))
         self.barrier()

@@ -157,7 +157,7 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
             self._pipeline.find_tied_parameters()
         return super().build_optimizer(run, module)
 
-    def reshard(self) -> None:
+    def update_forward_weights(self) -> None:
         """Reshard modules that a forward pass without a backward pass has left unsharded."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():

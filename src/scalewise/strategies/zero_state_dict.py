@@ -9,7 +9,8 @@ which the strategy sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -30,9 +31,13 @@ from scalewise.measure.memory import StrategyBuffers
 Names = Mapping[nn.Parameter, str]
 ReadTensor = Callable[[str, Tensor], None]
 """Fill an unpartitioned tensor from a checkpoint, by name."""
+Averages = Sequence[Tensor]
+"""This rank's averages in fp32, one for each of ``master_partitions``."""
 
 STEP_SLOT = "step"
 """Slot of the step count, the only scalar of the state."""
+AVERAGE_SLOT = "average"
+"""Slot of the moving average of the weights while it is gathered or loaded."""
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -87,19 +92,59 @@ def load_weights(zero: Any, names: Names, read: ReadTensor) -> None:
             safe_set_local_fp32_param(parameter, _rank_partition(parameter, tensor))
         else:
             safe_set_full_fp32_param(parameter, tensor)
+    copy_masters_to_weights(zero, names)
+
+
+def copy_masters_to_weights(zero: Any, names: Names) -> None:
+    """Set the parameters of the forward pass to the master weights; all ranks must call this."""
     if hasattr(zero, "update_lp_params"):
         zero.update_lp_params()
     else:
-        _copy_masters_to_weights(zero)
+        _copy_stage3_masters(zero)
         _drop_secondary_partitions(names)
+
+
+def iter_averages(zero: Any, names: Names, partitions: Averages) -> Iterator[tuple[str, Tensor]]:
+    """Unpartitioned averages of the master weights by name; all ranks must iterate."""
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_get_local_optimizer_state
+
+    with _averages_in_state(zero, partitions):
+        for parameter, name in _trained_parameters(names):
+            if _is_partitioned(parameter):  # DeepSpeed would gather them in the masters' dtype
+                partition = safe_get_local_optimizer_state(parameter, AVERAGE_SLOT)
+                yield name, _gather_partitions(parameter, partition)
+            else:
+                yield name, safe_get_full_optimizer_state(parameter, AVERAGE_SLOT)
+
+
+def load_averages(zero: Any, names: Names, partitions: Averages, read: ReadTensor) -> None:
+    """Set this rank's averages of the master weights from a checkpoint."""
+    with _averages_in_state(zero, partitions):
+        for parameter, name in _trained_parameters(names):
+            _read_state(parameter, name, AVERAGE_SLOT, read)
+
+
+@contextmanager
+def _averages_in_state(zero: Any, partitions: Averages) -> Iterator[None]:
+    """Averages as a slot of the optimizer state, which DeepSpeed can address by parameter."""
+    state = zero.optimizer.state
+    slots = [(master, master in state) for master in master_partitions(zero)]
+    for (master, _), average in zip(slots, partitions, strict=True):
+        state[master][AVERAGE_SLOT] = average
+    link_states(zero)
+    try:
+        yield
+    finally:
+        for master, has_state in slots:
+            del state[master][AVERAGE_SLOT]
+            if not has_state:  # the optimizer has not stepped yet
+                del state[master]
 
 
 def load_states(
     zero: Any, names: Names, shapes: Mapping[str, torch.Size], read: ReadTensor
 ) -> None:
     """Set the optimizer state from a checkpoint whose state tensors have ``shapes``."""
-    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
     slots = sorted({key.partition("/")[0] for key in shapes})
     if not slots:
         return
@@ -110,12 +155,19 @@ def load_states(
     _allocate_state(zero, slots, float(steps))
     for parameter, name in _trained_parameters(names):
         for slot in slots:
-            tensor = torch.empty(full_shape(parameter), dtype=torch.float32)
-            read(f"{slot}/{name}", tensor)
-            if _is_partitioned(parameter):
-                safe_set_local_optimizer_state(parameter, _rank_partition(parameter, tensor), slot)
-            else:
-                safe_set_full_optimizer_state(parameter, tensor, slot)
+            _read_state(parameter, f"{slot}/{name}", slot, read)
+
+
+def _read_state(parameter: nn.Parameter, key: str, slot: str, read: ReadTensor) -> None:
+    """Set a slot of a parameter's state to the tensor ``key`` of a checkpoint."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    tensor = torch.empty(full_shape(parameter), dtype=torch.float32)
+    read(key, tensor)
+    if _is_partitioned(parameter):
+        safe_set_local_optimizer_state(parameter, _rank_partition(parameter, tensor), slot)
+    else:
+        safe_set_full_optimizer_state(parameter, tensor, slot)
 
 
 class ZeroPartition(StrategyBuffers):
@@ -127,12 +179,12 @@ class ZeroPartition(StrategyBuffers):
     def parameters(self) -> list[Tensor]:
         """Master weights and, in stage 3, parameter partitions."""
         shards = [p.ds_tensor for p in self._names if hasattr(p, "ds_tensor")]
-        return [*_master_partitions(self._zero), *shards]
+        return [*master_partitions(self._zero), *shards]
 
     def gradients(self) -> list[Tensor]:
         """Reduced gradients of this rank's partition."""
         zero = self._zero
-        flat = [master.grad for master in _master_partitions(zero) if master.grad is not None]
+        flat = [master.grad for master in master_partitions(zero) if master.grad is not None]
         flat_buffer = getattr(zero, "grad_partitions_flat_buffer", None)
         reduced = [
             gradient for group in zero.averaged_gradients.values() for gradient in group or ()
@@ -151,7 +203,7 @@ class ZeroPartition(StrategyBuffers):
         ]
 
 
-def _master_partitions(zero: Any) -> list[Tensor]:
+def master_partitions(zero: Any) -> list[Tensor]:
     """This rank's partitions of the flattened master weights."""
     stage3_groups = getattr(zero, "fp32_partitioned_groups_flat", None)
     return cast(
@@ -166,7 +218,7 @@ def _allocate_state(zero: Any, slots: list[str], steps: float) -> None:
 
     if isinstance(zero.optimizer, DeepSpeedCPUAdam):
         _set_kernel_steps(zero.optimizer, int(steps))
-    for group, master in enumerate(_master_partitions(zero)):
+    for group, master in enumerate(master_partitions(zero)):
         with _swapped_in(zero, group):
             zero.optimizer.state[master] = {slot: torch.zeros_like(master) for slot in slots}
             if isinstance(zero.optimizer, DeepSpeedCPUAdam):
@@ -189,7 +241,7 @@ def _set_kernel_steps(optimizer: Any, steps: int) -> None:
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *arguments)
 
 
-def _copy_masters_to_weights(zero: Any) -> None:
+def _copy_stage3_masters(zero: Any) -> None:
     """Copy the master weights of stage 3 to its parameters."""
     partition_all(zero)
     for group in range(len(zero.fp32_partitioned_groups_flat)):
@@ -239,3 +291,11 @@ def _rank_partition(parameter: Any, tensor: Tensor) -> Tensor:
     start = dist.get_rank(parameter.ds_process_group) * size
     partition = tensor.flatten()[start : start + size]
     return F.pad(partition, (0, size - partition.numel()))
+
+
+def _gather_partitions(parameter: Any, partition: Tensor) -> Tensor:
+    """Unpartitioned tensor of a parameter from this rank's partition; all ranks must call this."""
+    ranks = dist.get_world_size(parameter.ds_process_group)
+    gathered = partition.new_empty(ranks * partition.numel())
+    dist.all_gather_into_tensor(gathered, partition, group=parameter.ds_process_group)
+    return gathered[: parameter.ds_numel].view(full_shape(parameter))

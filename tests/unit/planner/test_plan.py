@@ -235,10 +235,16 @@ def test_memory_breakdown_lists_the_moving_average(plan_of: Callable[..., Plan])
     base_overrides = [
         override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
     ]
+    zero2 = ("parallelism=deepspeed_zero2", "parallelism.replicas=8")
+    zero3 = ("parallelism=deepspeed_zero3", "parallelism.replicas=8")
     for strategy, ranks in (
         (("parallelism=ddp", "parallelism.replicas=8"), 1),
         (("parallelism=fsdp", "parallelism.shards=8"), 8),
         (("parallelism=fsdp", "parallelism.shards=8", "parallelism.cpu_offload=true"), 8),
+        (zero2, 8),
+        (zero3, 8),
+        ((*zero2, "parallelism.offload_optimizer=cpu"), 8),
+        ((*zero3, "parallelism.offload_optimizer=cpu"), 8),
     ):
         default_plan, plan = (
             plan_of(*base_overrides, *strategy),

@@ -66,7 +66,10 @@ def test_deepspeed_rejects_invalid_settings(
     [
         (("precision=fp16_mixed", "hardware=h100"), "set precision=bf16_mixed, or parallelism=ddp"),
         (("optimizer=sgd", "parallelism.offload_optimizer=cpu"), "set optimizer=adamw, or"),
-        (("callbacks=[ema]",), "remove it, or set parallelism=fsdp"),
+        (
+            ("callbacks=[ema]", "parallelism.offload_optimizer=nvme"),
+            "remove it, or set parallelism.offload_optimizer=cpu",
+        ),
     ],
 )
 def test_deepspeed_rejects_incompatible_options(

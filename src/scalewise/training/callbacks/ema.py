@@ -19,6 +19,8 @@ from scalewise.training.callbacks.metrics_recorder import trainer_strategy
 class EMAWeightAveraging(EMAArgs, Callback):
     """Average the trained weights after optimizer steps; each rank averages its own shards.
 
+    With DeepSpeed, these are the rank's partitions of the master weights.
+
     As in ``torch.optim.swa_utils.AveragedModel``, the first update copies the weights; later
     updates compute ``decay * average + (1 - decay) * weights``. The average is stored in fp32. It
     replaces the weights during validation. A checkpoint stores it as ``average`` and the trained
@@ -28,7 +30,7 @@ class EMAWeightAveraging(EMAArgs, Callback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._weights: dict[str, Tensor] = {}
-        """Averaged weights by name in this rank's module; tied weights have several names."""
+        """This rank's shards of the averaged weights; tied weights have several names."""
         self._average: dict[str, Tensor] = {}
         """Averages by name; empty before the first update."""
         self._raw_weights: list[Tensor] = []
@@ -38,16 +40,15 @@ class EMAWeightAveraging(EMAArgs, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect the weights; they are sharded now, and not yet gathered by a forward pass."""
-        self._weights = {
-            name: tensor
-            for name, tensor in pl_module.state_dict(keep_vars=True).items()
-            if self._is_averaged(tensor)
-        }
-
-    def _is_averaged(self, tensor: object) -> bool:
-        if isinstance(tensor, nn.Parameter):
-            return tensor.requires_grad
-        return self.use_buffers and isinstance(tensor, Tensor) and tensor.is_floating_point()
+        self._weights = trainer_strategy(trainer).trained_shards()
+        if self.use_buffers:
+            self._weights |= {
+                name: tensor
+                for name, tensor in pl_module.state_dict(keep_vars=True).items()
+                if not isinstance(tensor, nn.Parameter)
+                and isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+            }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting at the step of the checkpoint."""
@@ -83,12 +84,10 @@ class EMAWeightAveraging(EMAArgs, Callback):
                 average.copy_(weight)
             return
         for weight, average in self._iter_pairs():
-            average.lerp_(weight.float(), 1 - self.decay)
-
-    def _average_by_name(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Averages by name in the unsharded model, independent of pipeline stages."""
-        canonical = trainer_strategy(trainer).canonical_name
-        return {canonical(name): average for name, average in self._average.items()}
+            if weight.dtype is average.dtype:
+                average.lerp_(weight, 1 - self.decay)
+            else:  # without an fp32 copy of the weight, which CUDA kernels convert by element
+                average.mul_(self.decay).add_(weight, alpha=1 - self.decay)
 
     def _allocate_average(self) -> dict[str, Tensor]:
         """Uninitialized averages; the names of a tied weight share one tensor."""
@@ -117,7 +116,7 @@ class EMAWeightAveraging(EMAArgs, Callback):
         self._raw_weights = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
             weight.copy_(average)
-        trainer_strategy(trainer).reshard()
+        trainer_strategy(trainer).update_forward_weights()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the trained weights."""
@@ -126,14 +125,14 @@ class EMAWeightAveraging(EMAArgs, Callback):
         for (weight, _), raw in zip(self._iter_pairs(), self._raw_weights, strict=True):
             weight.copy_(raw)
         self._raw_weights = []
-        trainer_strategy(trainer).reshard()
+        trainer_strategy(trainer).update_forward_weights()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the average to the checkpoint."""
         if self._average:
-            checkpoint[store.AVERAGE] = self._average_by_name(trainer)
+            checkpoint[store.AVERAGE] = trainer_strategy(trainer).averages_by_name(self._average)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -145,9 +144,4 @@ class EMAWeightAveraging(EMAArgs, Callback):
             raise CheckpointError.for_key("resume", path, reason, "set resume=null")
         if store.has_tensors(path, store.AVERAGE):
             self._average = self._allocate_average()
-            averages = self._average_by_name(trainer)
-            store.read_into(path, store.AVERAGE, averages)
-            for name, average in self._average.items():
-                loaded = averages[trainer_strategy(trainer).canonical_name(name)]
-                if loaded is not average:
-                    local_tensor(average).copy_(local_tensor(loaded))
+            trainer_strategy(trainer).load_averages(self._average)
