@@ -1,17 +1,21 @@
 """Memory entries of one device with DeepSpeed ZeRO.
 
-Follows ``deepspeed/runtime/zero/stage_1_and_2.py`` and ``stage3.py`` of DeepSpeed 0.18.
+Follows ``stage_1_and_2.py``, ``stage3.py`` and ``partitioned_param_coordinator.py`` in
+``deepspeed/runtime/zero`` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
+from scalewise.models.base import Weight
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
     BACKWARD,
     FORWARD_BACKWARD,
+    REDUCTION_PHASES,
     MemoryEntry,
     StepPhase,
     constant_entry,
@@ -104,15 +108,13 @@ class ZeroStateMemory(ModelStateMemory):
             )
         yield from self._bucket_entries()
         if zero.max_live_elements:
-            yield self._gathered_weights_entry()
+            yield from self._gathered_weight_entries()
 
     def _stage1_gradient_entries(self) -> Iterator[MemoryEntry]:
         """Gradients of stage 1: in place, or copied into buckets as they are computed."""
         states, zero = self.states, self.zero
         trained, element_bytes = states.numel(1, trained=True), zero.gradient_element_bytes
-        embedding_weights = tuple(
-            w for w in states.other_weights if w.role in ("embedding", "position")
-        )
+        embedding_weights = self._embedding_weights
         if self.gradients_persist or zero.num_buckets == 1 or zero.bucket_elements >= trained:
             yield from super()._gradient_entries()
         else:
@@ -158,15 +160,23 @@ class ZeroStateMemory(ModelStateMemory):
         return (*bucket_phases, StepPhase.reduce_rest, StepPhase.optimizer)
 
     @property
+    def _has_contiguous_buffer(self) -> bool:
+        """Whether stage 3 has a bucket in the dtype of its reductions, allocated at the start."""
+        return self.zero.stage == 3 and self.zero.num_buckets == 1
+
+    @property
     def _bucket_phases(self) -> tuple[StepPhase, ...]:
         """Phases with buckets; stages 1 and 2 allocate them at the first gradient."""
+        if self._has_contiguous_buffer:
+            return ALL_PHASES
         return AFTER_HEAD if self.zero.stage < 3 else BACKWARD
 
     @property
     def _reduction_phases(self) -> tuple[StepPhase, ...]:
         """Phases that reduce buckets; a bucket for all gradients is reduced after backward."""
-        takes_all = self.zero.bucket_elements >= self.states.numel(1, trained=True)
-        return (StepPhase.reduce_rest,) if takes_all else self._bucket_phases
+        if self.zero.bucket_elements >= self.states.numel(1, trained=True):
+            return (StepPhase.reduce_rest,)
+        return REDUCTION_PHASES if self._has_contiguous_buffer else self._bucket_phases
 
     def _bucket_entries(self) -> Iterator[MemoryEntry]:
         """Gradient buckets and their reduction buffers."""
@@ -176,16 +186,15 @@ class ZeroStateMemory(ModelStateMemory):
             self.states.numel(1, trained=True),
         )
         bucket_elements = min(zero.bucket_elements, trained)
-        formula, reason = (
-            f"{zero.num_buckets} x {bucket_elements:,} x {zero.weight_element_bytes} B",
-            "filled with gradients, then reduced",
+        element_bytes = (
+            zero.master_element_bytes if self._has_contiguous_buffer else zero.weight_element_bytes
         )
         yield constant_entry(
             "buckets",
-            zero.num_buckets * bucket_elements * zero.weight_element_bytes,
+            zero.num_buckets * bucket_elements * element_bytes,
             self._bucket_phases,
-            formula,
-            reason,
+            f"{zero.num_buckets} x {bucket_elements:,} x {element_bytes} B",
+            "filled with gradients, then reduced",
         )
         weights = (*self.states.block_weights, *self.states.other_weights)
         # A gradient larger than a bucket is reduced separately.
@@ -193,8 +202,10 @@ class ZeroStateMemory(ModelStateMemory):
             bucket_elements, max((w.numel for w in weights if w.trainable), default=0)
         )
         buffer_elements = reduced_elements - reduced_elements // ranks if zero.stage == 2 else 0
+        if self._has_contiguous_buffer:
+            yield self._reduce_scatter_entry(bucket_elements)
+            return
         if zero.stage == 3 and bucket_elements == trained:
-            # All gradients are in one buffer; gathered parameters peak at another time.
             buffer_elements = reduced_elements
         if zero.master_element_bytes > zero.weight_element_bytes and zero.stage < 3:
             buffer_elements += reduced_elements
@@ -208,23 +219,94 @@ class ZeroStateMemory(ModelStateMemory):
             reason,
         )
 
-    def _gathered_weights_entry(self) -> MemoryEntry:
-        """Stage 3: gathered parameters, up to the limit of live elements."""
+    def _reduce_scatter_entry(self, bucket_elements: int) -> MemoryEntry:
+        """Input of a reduce-scatter of stage 3: a bucket in the order of the ranks.
+
+        A gradient larger than a bucket is reduced separately, in place if it has the dtype of the
+        reduction.
+        """
+        others, embeddings = self.states.other_weights, self._embedding_weights
+        copies_largest = self.zero.master_element_bytes > self.zero.weight_element_bytes
+        weights_by_phase = {
+            StepPhase.reduce_head: tuple(it for it in others if it not in embeddings),
+            StepPhase.reduce_last: self.states.block_weights,
+            StepPhase.reduce_block: self.states.block_weights,
+            StepPhase.reduce_rest: embeddings,
+        }
+        elements = {
+            phase: max(
+                bucket_elements,
+                *(it.numel for it in weights_by_phase[phase] if it.trainable and copies_largest),
+                0,
+            )
+            for phase in self._reduction_phases
+        }
+        element_bytes = self.zero.master_element_bytes
+        return MemoryEntry(
+            "buckets on their way",
+            {phase: count * element_bytes for phase, count in elements.items()},
+            f"{max(elements.values()):,} x {element_bytes} B",
+            "gradients concatenated by rank for their reduction",
+        )
+
+    def _gathered_weight_entries(self) -> Iterator[MemoryEntry]:
+        """Stage 3: gathered parameters, up to the limit of live elements, and their buffers."""
         zero, states = self.zero, self.states
-        sharded_elements = sum(
-            weight.numel
-            for weight in states.all_weights
-            if weight.numel >= zero.persistence_threshold
-        )
-        live_elements = min(
-            sharded_elements, max(zero.max_live_elements, shard_elements(states.block_weights))
-        )
-        reason = "gathered for their next use, up to 1e9 elements"
-        formula = f"{live_elements:,} x {zero.weight_element_bytes} B"
-        return constant_entry(
+        blocks = [self._sharded_elements(block) for block in states.list_block_weights()]
+        embeddings = self._embedding_weights
+        # Weights are freed after their last use: those of a frozen embedding in the forward pass.
+        kept = self._sharded_elements(tuple(weight for weight in embeddings if weight.trainable))
+        others = self._sharded_elements(states.other_weights)
+        if not self.has_tied_weights:
+            others += kept - self._sharded_elements(embeddings)
+        live_limit = max(zero.max_live_elements, shard_elements(states.block_weights))
+        live_elements = {
+            phase: min(
+                live_limit,
+                sum(blocks[: len(blocks) - done]) + (kept if phase in AFTER_HEAD else others),
+            )
+            for phase, (_, done) in self.gradients.blocks_by_phase.items()
+        }
+        largest = max(live_elements.values())
+        yield MemoryEntry(
             "gathered weights",
-            live_elements * zero.weight_element_bytes,
-            FORWARD_BACKWARD,
-            formula,
-            reason,
+            {phase: count * zero.weight_element_bytes for phase, count in live_elements.items()},
+            f"{largest:,} x {zero.weight_element_bytes} B",
+            "gathered for their next use, up to 1e9 elements",
         )
+        buffer_elements = self._gather_buffer_elements()
+        yield constant_entry(
+            "gather buffer",
+            buffer_elements * zero.weight_element_bytes,
+            # Weights that all stay gathered are not gathered again in the backward pass.
+            FORWARD_BACKWARD if sum(blocks) + others > live_limit else (StepPhase.forward,),
+            f"{buffer_elements:,} x {zero.weight_element_bytes} B",
+            "weights are copied out of it at their first use, and it is freed after their last",
+        )
+
+    @property
+    def _embedding_weights(self) -> tuple[Weight, ...]:
+        """Weights of token and position embeddings."""
+        others = self.states.other_weights
+        return tuple(weight for weight in others if weight.role in ("embedding", "position"))
+
+    def _sharded_elements(self, weights: tuple[Weight, ...]) -> int:
+        """Elements of the weights that do not stay unsharded."""
+        return sum(it.numel for it in weights if it.numel >= self.zero.persistence_threshold)
+
+    def _gather_buffer_elements(self) -> int:
+        """Largest group of weights that is gathered together, of at least the prefetch bucket.
+
+        DeepSpeed forms groups in the order of the forward pass. A group of one is gathered in
+        place.
+        """
+        states, embeddings = self.states, self._embedding_weights
+        rest = tuple(weight for weight in states.other_weights if weight not in embeddings)
+        largest = group_elements = group_size = 0
+        for weight in (*embeddings, *chain.from_iterable(states.list_block_weights()), *rest):
+            if weight.numel >= self.zero.persistence_threshold:
+                group_elements, group_size = group_elements + weight.numel, group_size + 1
+                largest = max(largest, group_elements * (group_size > 1))
+                if group_elements >= self.zero.prefetch_elements:
+                    group_elements = group_size = 0
+        return largest

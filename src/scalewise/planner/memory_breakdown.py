@@ -107,6 +107,7 @@ ENTRY_TITLES = {
     "buckets": "gradient buckets",
     "buckets on their way": "reduction buffers",
     "gathered weights": "gathered parameters",
+    "gather buffer": "parameter gather buffer",
     "gathered weights of blocks": "gathered block parameters",
     "gathered weights outside of blocks": "gathered parameters outside of blocks",
     "gradient of the embedding": "embedding gradient",

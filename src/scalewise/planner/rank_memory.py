@@ -148,6 +148,9 @@ def deepspeed_rank_memory(config: DeepSpeedConfig, run: RunConfig, rank: int = 0
             num_buckets=num_buckets,
             max_live_elements=MAX_LIVE_ELEMENTS if stage == 3 else 0,
             persistence_threshold=config.keep_whole_below if stage == 3 else 0,
+            prefetch_elements=config.bucket_elements(run.model.num_parameters)
+            if stage == 3 and ranks > 1
+            else 0,
         ),
         # From stage 2 on, a gradient is copied into its bucket as soon as it is computed.
         has_persistent_buckets=stage >= 2,

@@ -100,6 +100,8 @@ class ZeroMemory:
     """Maximum number of gathered elements between uses."""
     persistence_threshold: int
     """Parameters with fewer elements stay unsharded."""
+    prefetch_elements: int
+    """Minimum elements of parameters that are gathered together; 0: parameters stay unsharded."""
 
 
 @cache_hash

@@ -15,6 +15,7 @@ from math import prod
 import pytest
 from fixtures.strategies import LLAMA_8B, LLAMA_8B_STEP
 
+from scalewise.bench.memory_accuracy_runs import SMALL, WEIGHTS
 from scalewise.config import paths
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import OpWork, build_op_graphs
@@ -322,6 +323,31 @@ def test_zero_memory_partitions_fp32_masters(plan_of: Callable[..., Plan]) -> No
             (4 if stage > 1 else 2) * count / gradient_ranks, rel=1e-3
         ), stage
     assert sizes["gathered weights"] == pytest.approx(2e9, rel=0.01)
+
+
+def test_zero3_gathers_weights_in_groups_of_the_prefetch_bucket(
+    plan_of: Callable[..., Plan],
+) -> None:
+    """The sizes of DeepSpeed's all-gathers of this model, of which one block is the largest part.
+
+    Groups of at least 262,144 elements: the largest has 327,936.
+    """
+    overrides = (*SMALL, *WEIGHTS, "parallelism=deepspeed_zero3", "parallelism.keep_whole_below=1")
+    small_buckets = "parallelism.bucket_mib=1"
+    all_elements = plan_of(*overrides).run.model.num_parameters
+    for options, elements in (
+        ((small_buckets,), 327_936),
+        ((), all_elements),
+        ((small_buckets, "parallelism.replicas=1"), 0),
+    ):
+        plan = plan_of(*overrides, *options)
+        entries = {entry.name: entry.bytes for entry in plan.fit.breakdown.entries}
+        assert entries.get("gather buffer", {}).get(StepPhase.forward, 0) == 4 * elements, options
+        gathered = entries["gathered weights"]
+        head_elements = 256 + 256 * 256
+        assert gathered[StepPhase.backward_head] == 4 * all_elements, options
+        assert gathered[StepPhase.backward_last] == 4 * (all_elements - head_elements), options
+        assert entries["buckets"].keys() == set(ALL_PHASES), options
 
 
 def test_plan_price_counts_all_devices(compose: Compose) -> None:
