@@ -14,6 +14,7 @@ from fixtures.user_module import MyData, MyModule
 from lightning.pytorch import Trainer, seed_everything
 
 from scalewise import compose
+from scalewise.checkpoints import store
 from scalewise.errors import ConfigError
 from scalewise.run_files import write_json
 from scalewise.tracing import user_module_trace
@@ -106,6 +107,33 @@ def test_user_module_under_each_strategy_equals_one_device(
         assert run.column(key) == pytest.approx(one_device_run.column(key), rel=1e-5), key
     for name, weight in one_device_run.weights().items():
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FSDP,
+        pytest.param(("parallelism=deepspeed_zero2",), marks=needs_deepspeed),
+        pytest.param(("parallelism=deepspeed_zero3",), marks=needs_deepspeed),
+    ],
+)
+def test_average_of_a_user_module_equals_one_device(
+    strategy: tuple[str, ...], run_job: JobRunner
+) -> None:
+    overrides = (*USER_MODULE, *SHUFFLE, "callbacks=[ema]", "callbacks.ema.decay=0.6")
+    single_run = run_job.without_defaults(*overrides)
+    run = run_job.without_defaults(*overrides, *strategy, "+data.arguments.batch_size=4")
+    for key in ("train/loss", "val/loss"):
+        assert run.column(key) == pytest.approx(single_run.column(key), rel=1e-5), key
+    average, expected = (
+        store.full_tensors(each.checkpoint(each.checkpoints[-1]), store.AVERAGE)
+        for each in (run, single_run)
+    )
+    assert average.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(average[name], tensor, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(tensor, single_run.weights()[name]), name
 
 
 @pytest.mark.parametrize(
