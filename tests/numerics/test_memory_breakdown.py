@@ -150,6 +150,10 @@ def test_auto_checkpointing_reaches_its_memory_budget(
     assert 0.9 * budget < peak < 1.02 * budget
 
 
+UNSHARDED_WEIGHTS = ZERO[8][:-1]
+"""ZeRO-3 with the default ``keep_whole_below``, above the size of each weight."""
+
+
 @needs_deepspeed
 @pytest.mark.parametrize(
     "overrides",
@@ -157,7 +161,7 @@ def test_auto_checkpointing_reaches_its_memory_budget(
         *ZERO[::4],
         *(
             pytest.param(case_overrides, marks=EXHAUSTIVE)
-            for case_overrides in ZERO
+            for case_overrides in (*ZERO, UNSHARDED_WEIGHTS)
             if case_overrides not in ZERO[::4]
         ),
     ],

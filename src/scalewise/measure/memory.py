@@ -182,6 +182,10 @@ class StrategyBuffers:
         """Return communication buffers that an earlier micro-batch may have left."""
         return []
 
+    def reallocated(self) -> list[torch.Tensor]:
+        """Return parameters that a step frees and allocates again."""
+        return []
+
     def resizable(self) -> list[torch.Tensor]:
         """Return tensors whose storage is resized without an operator."""
         return []
@@ -227,12 +231,14 @@ class MemoryProbe:
     def start(self) -> None:
         """Start the measurement, before forward."""
         persistent = [*self._parameters(), *_optimizer_states(self._optimizer), *self._averages]
-        self._persistent_bytes = storage_bytes(persistent)
+        reallocated = self._strategy_buffers.reallocated()
+        self._persistent_bytes = storage_bytes(persistent) - storage_bytes(reallocated)
         self._bucket_bytes = 0
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._live.track([*self._gradients(), *self._strategy_buffers.buckets()])
+            buckets = self._strategy_buffers.buckets()
+            self._live.track([*self._gradients(), *buckets, *reallocated])
             self._live.__enter__()
         self._start_bytes = self._bytes_without_gradients()
 

@@ -191,6 +191,10 @@ class ZeroPartition(StrategyBuffers):
         ]
         return [*flat, *reduced, *([] if flat_buffer is None else [flat_buffer])]
 
+    def reallocated(self) -> list[Tensor]:
+        """Small parameters of stage 3, which the optimizer step partitions and gathers again."""
+        return [parameter for parameter in self._names if _is_partitioned(parameter)]
+
     def buckets(self) -> list[Tensor]:
         """Reduction buckets that stage 1 fills before the last micro-batch and then frees."""
         buckets = getattr(self._zero, "ipg_buckets", {}).values()

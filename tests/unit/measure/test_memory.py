@@ -15,6 +15,7 @@ from scalewise.measure.memory import (
     LiveBytes,
     MemoryProbe,
     ProfiledAllocations,
+    StrategyBuffers,
     host_peak_bytes,
     storage_bytes,
 )
@@ -69,6 +70,22 @@ def test_memory_of_adamw_by_phase(steps: int) -> None:
         phase_bytes["optimizer"] == 2 * PARAMETERS + 4 * NUM_PARAMETERS
     )  # and a step count for each tensor
     assert phase_bytes["activations"] == ACTIVATIONS
+
+
+def test_memory_counts_a_parameter_that_the_step_allocates_again_once() -> None:
+    network = Network()
+    weight = network.layers[0].weight
+
+    class Buffers(StrategyBuffers):
+        def reallocated(self) -> list[torch.Tensor]:
+            return [weight]
+
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    probe = MemoryProbe(network, optimizer, torch.device("cpu"), Buffers())
+    probe.start()
+    weight.data = torch.empty(0)
+    weight.data = torch.zeros(HIDDEN_WIDTH, INPUT_WIDTH)
+    assert probe.finish()["memory/peak_bytes"] == PARAMETERS
 
 
 @pytest.mark.parametrize(("momentum", "copies"), [(0.9, 1), (0.0, 0)])
