@@ -216,6 +216,17 @@ def test_zero_partition_memory_is_exact(stage: int, run_job: JobRunner) -> None:
     )  # and steps
 
 
+def test_stage_3_gradients_outside_of_a_buffer_are_the_same(run_job: JobRunner) -> None:
+    stage_3 = (*ADAMW, *ZERO_STAGES["zero3"], "trainer.max_steps=3")
+    contiguous, in_place = (
+        run_job.without_defaults(*stage_3, f"parallelism.contiguous_gradients={value}")
+        for value in ("true", "false")
+    )
+    assert same_weights(in_place.weights(), contiguous.weights())
+    peaks = [run.summary["metrics"]["memory/peak_bytes"] for run in (in_place, contiguous)]
+    assert peaks[0] < peaks[1]
+
+
 @EXHAUSTIVE
 @pytest.mark.parametrize("kind", BF16)
 def test_deepspeed_bf16_loss_is_near_fp32(kind: str, run_job: JobRunner) -> None:

@@ -226,7 +226,7 @@ class MemoryProbe:
                 ProfiledAllocations(resizable) if compiled else LiveBytes(resizable, device_type)
             )
         self._measured: dict[str, int] = {}
-        self._peak = 0
+        self._peak, self._is_counting = 0, False
 
     def start(self) -> None:
         """Start the measurement, before forward."""
@@ -240,6 +240,7 @@ class MemoryProbe:
             buckets = self._strategy_buffers.buckets()
             self._live.track([*self._gradients(), *buckets, *reallocated])
             self._live.__enter__()
+            self._is_counting = True
         self._start_bytes = self._bytes_without_gradients()
 
     def before_backward(self) -> None:
@@ -273,7 +274,7 @@ class MemoryProbe:
         else:
             self.take_phase_peak()
             self._peak += self.persistent_bytes
-            self._live.__exit__(None, None, None)
+            self.abandon()
         metrics = {
             "parameters": storage_bytes(self._parameters()),
             "optimizer": storage_bytes(_optimizer_states(self._optimizer)),
@@ -284,8 +285,9 @@ class MemoryProbe:
         return {f"memory/{name}_bytes": value for name, value in metrics.items()}
 
     def abandon(self) -> None:
-        """Stop counting in a step that does not end."""
-        if self._live is not None:
+        """Stop counting, also in a step that does not end."""
+        if self._live is not None and self._is_counting:
+            self._is_counting = False
             self._live.__exit__(None, None, None)
 
     def _bytes_without_gradients(self) -> int:

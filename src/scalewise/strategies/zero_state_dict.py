@@ -198,11 +198,12 @@ class ZeroPartition(StrategyBuffers):
     def buckets(self) -> list[Tensor]:
         """Reduction buckets that stage 1 fills before the last micro-batch and then frees."""
         buckets = getattr(self._zero, "ipg_buckets", {}).values()
-        # One tensor per bucket in stage 3, else a list.
-        buffers = [getattr(bucket, "buffer", ()) for bucket in buckets]
+        # One tensor per bucket in stage 3, None without contiguous gradients; else a list.
+        buffers = [getattr(bucket, "buffer", None) for bucket in buckets]
         return [
             tensor
             for buffer in buffers
+            if buffer is not None
             for tensor in ([buffer] if isinstance(buffer, Tensor) else buffer)
         ]
 

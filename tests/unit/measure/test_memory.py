@@ -253,3 +253,13 @@ def test_memory_peak_does_not_wait_for_collectives_of_fake_tensors(
         received = torch.zeros(256)
         assert live_bytes.take_peak() == sent_tensor.nbytes + received.nbytes
     assert wait_calls == []
+
+
+def test_abandoned_measurement_may_not_have_started() -> None:
+    """An error before forward is not replaced by one of the measurement."""
+    network = Network()
+    probe = MemoryProbe(network, torch.optim.SGD(network.parameters(), lr=0.1), torch.device("cpu"))
+    probe.abandon()
+    probe.start()
+    probe.abandon()
+    probe.abandon()
