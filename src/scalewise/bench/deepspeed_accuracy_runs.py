@@ -12,6 +12,7 @@ from scalewise.bench.memory_accuracy_runs import (
 
 _SMALL_BUCKETS = "parallelism.bucket_mib=1"
 _SHARD_ALL = "parallelism.keep_whole_below=100"
+_IN_PLACE = "parallelism.contiguous_gradients=false"
 ZERO: tuple[Overrides, ...] = tuple(
     (f"parallelism=deepspeed_zero{stage}", *WEIGHTS, *overrides)
     for stage, *overrides in (
@@ -36,6 +37,9 @@ ZERO: tuple[Overrides, ...] = tuple(
         (3, _SMALL_BUCKETS, _SHARD_ALL, *OFFLOAD_ALL),
         (3, _SHARD_ALL, *OFFLOAD_ALL),
         (3, _SHARD_ALL, *OFFLOAD),
+        (2, _SMALL_BUCKETS, _IN_PLACE),
+        (3, _SMALL_BUCKETS, _SHARD_ALL, _IN_PLACE),
+        (3, _SHARD_ALL, _IN_PLACE, MIXED),
     )
 )
 """DeepSpeed runs with buckets that are small compared with the model, as for large models."""

@@ -13,7 +13,6 @@ from scalewise.models.base import Weight
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
-    BACKWARD,
     FORWARD_BACKWARD,
     REDUCTION_PHASES,
     MemoryEntry,
@@ -146,12 +145,7 @@ class ZeroStateMemory(ModelStateMemory):
         """Phases with the gradient partition; stage 2 allocates it at the first full bucket."""
         if self.zero.stage == 3 or self.configs.accumulation > 1:
             return ALL_PHASES
-        running = shard_elements(self.states.block_weights, trained=True)
-        blocks = self.states.cumulative_trained_elements(shards=1)
-        computed_elements = {
-            phase: self.head_numel + blocks[finished] + running
-            for phase, (_, finished) in self.gradients.blocks_by_phase.items()
-        }
+        computed_elements = self._computed_elements
         bucket_phases = (
             phase
             for phase in AFTER_HEAD[:-1]
@@ -160,23 +154,27 @@ class ZeroStateMemory(ModelStateMemory):
         return (*bucket_phases, StepPhase.reduce_rest, StepPhase.optimizer)
 
     @property
+    def _computed_elements(self) -> dict[StepPhase, int]:
+        """Elements of gradients that backward has computed at the end of each phase."""
+        running = shard_elements(self.states.block_weights, trained=True)
+        blocks = self.states.cumulative_trained_elements(shards=1)
+        computed = {
+            phase: self.head_numel + blocks[finished] + running
+            for phase, (_, finished) in self.gradients.blocks_by_phase.items()
+        }
+        return computed | {StepPhase.reduce_rest: self.states.numel(1, trained=True)}
+
+    @property
     def _has_contiguous_buffer(self) -> bool:
         """Whether stage 3 has a bucket in the dtype of its reductions, allocated at the start."""
         return self.zero.stage == 3 and self.zero.num_buckets == 1
-
-    @property
-    def _bucket_phases(self) -> tuple[StepPhase, ...]:
-        """Phases with buckets; stages 1 and 2 allocate them at the first gradient."""
-        if self._has_contiguous_buffer:
-            return ALL_PHASES
-        return AFTER_HEAD if self.zero.stage < 3 else BACKWARD
 
     @property
     def _reduction_phases(self) -> tuple[StepPhase, ...]:
         """Phases that reduce buckets; a bucket for all gradients is reduced after backward."""
         if self.zero.bucket_elements >= self.states.numel(1, trained=True):
             return (StepPhase.reduce_rest,)
-        return REDUCTION_PHASES if self._has_contiguous_buffer else self._bucket_phases
+        return REDUCTION_PHASES if self.zero.stage == 3 else AFTER_HEAD
 
     def _bucket_entries(self) -> Iterator[MemoryEntry]:
         """Gradient buckets and their reduction buffers."""
@@ -186,14 +184,15 @@ class ZeroStateMemory(ModelStateMemory):
             self.states.numel(1, trained=True),
         )
         bucket_elements = min(zero.bucket_elements, trained)
-        element_bytes = (
-            zero.master_element_bytes if self._has_contiguous_buffer else zero.weight_element_bytes
-        )
+        if zero.stage == 3:
+            yield self._stage3_bucket_entry(bucket_elements)
+            yield self._reduce_scatter_entry(bucket_elements)
+            return
         yield constant_entry(
             "buckets",
-            zero.num_buckets * bucket_elements * element_bytes,
-            self._bucket_phases,
-            f"{zero.num_buckets} x {bucket_elements:,} x {element_bytes} B",
+            zero.num_buckets * bucket_elements * zero.weight_element_bytes,
+            AFTER_HEAD,
+            f"{zero.num_buckets} x {bucket_elements:,} x {zero.weight_element_bytes} B",
             "filled with gradients, then reduced",
         )
         weights = (*self.states.block_weights, *self.states.other_weights)
@@ -202,12 +201,7 @@ class ZeroStateMemory(ModelStateMemory):
             bucket_elements, max((w.numel for w in weights if w.trainable), default=0)
         )
         buffer_elements = reduced_elements - reduced_elements // ranks if zero.stage == 2 else 0
-        if self._has_contiguous_buffer:
-            yield self._reduce_scatter_entry(bucket_elements)
-            return
-        if zero.stage == 3 and bucket_elements == trained:
-            buffer_elements = reduced_elements
-        if zero.master_element_bytes > zero.weight_element_bytes and zero.stage < 3:
+        if zero.master_element_bytes > zero.weight_element_bytes:
             buffer_elements += reduced_elements
         reason = "output of the reduction of a bucket"
         formula = f"{buffer_elements:,} x {zero.master_element_bytes} B"
@@ -219,11 +213,25 @@ class ZeroStateMemory(ModelStateMemory):
             reason,
         )
 
+    def _stage3_bucket_entry(self, bucket_elements: int) -> MemoryEntry:
+        """Gradients of stage 3 until their reduction: copied into a buffer, or in place."""
+        zero = self.zero
+        if self._has_contiguous_buffer:
+            element_bytes = zero.master_element_bytes
+            sizes = dict.fromkeys(ALL_PHASES, bucket_elements * element_bytes)
+        else:
+            element_bytes, computed = zero.weight_element_bytes, self._computed_elements
+            sizes = {
+                phase: min(bucket_elements, computed[phase]) * element_bytes for phase in AFTER_HEAD
+            }
+        formula = f"{bucket_elements:,} x {element_bytes} B"
+        return MemoryEntry("buckets", sizes, formula, "filled with gradients, then reduced")
+
     def _reduce_scatter_entry(self, bucket_elements: int) -> MemoryEntry:
         """Input of a reduce-scatter of stage 3: a bucket in the order of the ranks.
 
         A gradient larger than a bucket is reduced separately, in place if it has the dtype of the
-        reduction.
+        reduction. Without a buffer, the gradients of a bucket are first cast to that dtype.
         """
         others, embeddings = self.states.other_weights, self._embedding_weights
         copies_largest = self.zero.master_element_bytes > self.zero.weight_element_bytes
@@ -241,7 +249,8 @@ class ZeroStateMemory(ModelStateMemory):
             )
             for phase in self._reduction_phases
         }
-        element_bytes = self.zero.master_element_bytes
+        casts_bucket = copies_largest and not self._has_contiguous_buffer
+        element_bytes = self.zero.master_element_bytes * (1 + casts_bucket)
         return MemoryEntry(
             "buckets on their way",
             {phase: count * element_bytes for phase, count in elements.items()},

@@ -132,8 +132,8 @@ def deepspeed_rank_memory(config: DeepSpeedConfig, run: RunConfig, rank: int = 0
     ranks, stage, precision = config.world_size, config.stage, run.precision
     accumulation_format = precision.compute if stage == 1 else precision.parameters
     num_buckets = 2 if config.overlap_comm and stage < 3 else 1
-    if not config.contiguous_gradients:  # gradients stay in place; stage 3 concatenates them
-        num_buckets = 2 if stage == 3 else 1
+    if not config.contiguous_gradients:
+        num_buckets = 0 if stage == 3 else 1
     return replace(
         replicated_memory(run),
         forward_spec=forward_spec(
