@@ -81,7 +81,7 @@ def _averaging_issues(name: str, run: RunConfig) -> Iterator[ConfigIssue]:
         reason = "is not supported with this optimizer, which averages the weights itself"
         conflicts.append((reason, "set optimizer=adamw"))
     for reason, fix in conflicts:
-        yield ConfigIssue(key, own_callbacks.EMA, reason, f"remove it, or {fix}")
+        yield ConfigIssue(key, own_callbacks.EMA, reason, f"{fix}, or remove it")
 
 
 def _names_target(value: object) -> bool:

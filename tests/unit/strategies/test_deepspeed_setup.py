@@ -68,7 +68,7 @@ def test_deepspeed_rejects_invalid_settings(
         (("optimizer=sgd", "parallelism.offload_optimizer=cpu"), "set optimizer=adamw, or"),
         (
             ("callbacks=[ema]", "parallelism.offload_optimizer=nvme"),
-            "remove it, or set parallelism.offload_optimizer=cpu",
+            "set parallelism.offload_optimizer=cpu, or remove it",
         ),
     ],
 )

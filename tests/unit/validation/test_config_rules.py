@@ -189,7 +189,7 @@ RULES: list[RejectionCase] = [
         ["callbacks=[ema]", "optimizer=schedule_free", "schedule=constant"],
         "callbacks.ema",
         "averages the weights itself",
-        "remove it, or set optimizer=adamw",
+        "set optimizer=adamw, or remove it",
     ),
     (
         ["callbacks=[ema]", "parallelism=ddp", "parallelism.comm_hook=post_local_sgd"],
