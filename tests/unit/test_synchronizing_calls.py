@@ -39,6 +39,7 @@ ALLOWED = {
     "optimizers/paged.py wait_for_state": "only where the host reads the state",
     "strategies/activation_offload.py _read_file": "memory of the host",
     "strategies/activation_offload.py _save": "the CPU, which offloads to disk",
+    "strategies/deepspeed.py averages_by_name": "checkpoints",
     "strategies/deepspeed.py lightning_module_state_dict": "checkpoints",
     "strategies/deepspeed.py save_checkpoint": "checkpoints",
     "strategies/expert_parallel.py _row_counts": "parallelism.expert: rows of each rank",
