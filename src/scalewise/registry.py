@@ -5,7 +5,7 @@ This module imports neither Hydra nor torch, so that every config module may imp
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +15,7 @@ from scalewise.cached_hash import cache_hash
 from scalewise.renamed_targets import RENAMED_TARGETS
 
 ConfigClass = TypeVar("ConfigClass", bound=type)
+Config = TypeVar("Config")
 OPTIONS: dict[str, dict[str, type]] = {}
 """Registered classes by group and name."""
 
@@ -53,6 +54,11 @@ def option_name(config: object) -> str:
 def target_name(cls: type) -> str:
     """Import path of a config class, its ``_target_``."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def with_fields(config: Config, **values: object) -> Config:
+    """Config of an abstract type, such as ``DataConfig``, with changed fields."""
+    return replace(config, **values)  # type: ignore[type-var]  # every subclass is a dataclass
 
 
 def plain_value(value: object) -> object:

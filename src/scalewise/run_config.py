@@ -33,7 +33,7 @@ from scalewise.quantization.config import (
     weight_census,
     weight_census_by_kind,
 )
-from scalewise.registry import option_name, plain_value
+from scalewise.registry import option_name, plain_value, with_fields
 from scalewise.step_counts import StepCounts
 from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
@@ -148,8 +148,7 @@ class RunConfig:
     def _at_step(self, step: int) -> RunConfig:
         samples, length = self.samples_per_step.at(step), self.sequence_per_step.at(step)
         trainer = replace(self.trainer, global_batch=samples, batch_warmup={}, sequence_warmup={})
-        data: DataConfig = replace(self.data, sequence=length)  # type: ignore[type-var]  # a dataclass
-        return replace(self, trainer=trainer, data=data)
+        return replace(self, trainer=trainer, data=with_fields(self.data, sequence=length))
 
     @cached_property
     def tokens_per_step(self) -> int:

@@ -17,7 +17,7 @@ from fixtures.reference_runs import (
     load_gradients,
     train_strategy,
 )
-from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, strategy_batch_params
 from torch.nn import functional
 
 from scalewise import compose
@@ -39,20 +39,7 @@ WARMUP = (
 CI_STRATEGIES = ("ddp", "fsdp", "tensor", "context", "pipeline_one_f_one_b", "deepspeed_zero2")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "batch"),
-    [
-        pytest.param(
-            strategy,
-            batch,
-            marks=()
-            if strategy in CI_STRATEGIES and batch == "combined"
-            else pytest.mark.exhaustive,
-        )
-        for strategy in STRATEGIES
-        for batch in ("accumulated", "combined")  # the second one masks labels and clips
-    ],
-)
+@pytest.mark.parametrize(("strategy", "batch"), strategy_batch_params(CI_STRATEGIES))
 def test_warmup_under_a_strategy_equals_one_device(
     strategy: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:

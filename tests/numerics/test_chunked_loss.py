@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scalewise.compat.torch import TorchDispatchMode
-from scalewise.measure.memory import LiveBytes
+from scalewise.measure.allocated_bytes import LiveBytes
 from scalewise.objectives.config import IGNORED, CausalLM
 from scalewise.objectives.losses import chunked_loss, sum_over_tokens
 

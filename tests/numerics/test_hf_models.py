@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from scalewise.measure.memory import LiveBytes
+from scalewise.measure.allocated_bytes import LiveBytes
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta, build_model, export_model, init_weights
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind

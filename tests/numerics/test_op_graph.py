@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scalewise.hardware import DeviceKind
-from scalewise.measure.memory import LiveBytes
+from scalewise.measure.allocated_bytes import LiveBytes
 from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta

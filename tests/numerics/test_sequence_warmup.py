@@ -20,7 +20,7 @@ from fixtures.reference_runs import (
     train_strategy,
     transformers_overrides,
 )
-from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, strategy_batch_params
 from torch.nn import functional
 
 from scalewise import compose
@@ -46,18 +46,7 @@ CI_STRATEGIES = ("context", "fsdp", "pipeline_one_f_one_b", "tensor")
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(
-    ("strategy", "batch"),
-    [
-        pytest.param(
-            strategy,
-            batch,
-            marks=() if strategy in CI_STRATEGIES and batch == "combined" else EXHAUSTIVE,
-        )
-        for strategy in STRATEGIES
-        for batch in ("accumulated", "combined")  # the second one masks labels and clips
-    ],
-)
+@pytest.mark.parametrize(("strategy", "batch"), strategy_batch_params(CI_STRATEGIES))
 def test_warmup_under_a_strategy_equals_one_device(
     strategy: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:

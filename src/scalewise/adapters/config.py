@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from scalewise.adapters import target_modules
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight, is_adapter_weight
-from scalewise.registry import register_option
+from scalewise.registry import register_option, with_fields
 
 
 class AdapterConfig:
@@ -56,7 +56,7 @@ class AdapterConfig:
             return self
         folder = Path(self.resume).expanduser().absolute()
         *_, newest = [None, *sorted((folder / "checkpoints").glob("step-*/manifest.json"))]
-        return replace(self, resume=str(newest.parent if newest else folder))  # type: ignore[type-var]  # a dataclass
+        return with_fields(self, resume=str(newest.parent if newest else folder))
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
         """All weights of the adapted model, in the order of the module's parameters.

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from scalewise.bench.comparison import MeasuredCase, compare_in_turn, figure
 from scalewise.bench.paired_ratio import order_interval
-from scalewise.bench.scaling_cases import with_fields
 from scalewise.bench.suite import Entry
 from scalewise.checkpoints import manifest
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import TokenDataset, prepare_splits
 from scalewise.launch import signals
 from scalewise.planner.plan import build_plan
+from scalewise.registry import with_fields
 from scalewise.run_config import RunConfig
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, trainer_strategy
 from scalewise.training.device_setup import RankInfo, set_device

@@ -16,6 +16,7 @@ from scalewise.bench.interleaved import measure_steps
 from scalewise.bench.paired_ratio import paired_ratio
 from scalewise.bench.suite import Entry
 from scalewise.launch import signals
+from scalewise.registry import with_fields
 from scalewise.run_config import RunConfig
 from scalewise.training.device_setup import RankInfo
 
@@ -54,11 +55,6 @@ def fit_exponent(times: Mapping[int, Sequence[float]]) -> Exponent:
 def _slope(times: Mapping[int, Sequence[float]]) -> float:
     sizes = [log(size) for size in times]
     return linear_regression(sizes, [log(median(values)) for values in times.values()]).slope
-
-
-def with_fields(config: Any, **fields: Any) -> Any:
-    """Config of any group with changed fields."""
-    return replace(config, **fields)
 
 
 def _with_depth(run: RunConfig, size: int) -> RunConfig:

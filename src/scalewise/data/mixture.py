@@ -12,7 +12,7 @@ from scalewise.data.base import DataConfig, TokenizedDataConfig
 from scalewise.data.text import PretokenizedData
 from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue, did_you_mean
-from scalewise.registry import option_name, register_option
+from scalewise.registry import option_name, register_option, with_fields
 
 NAME_PATTERN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 """Pattern of names of sources and stages, which are parts of override keys and of metrics."""
@@ -106,8 +106,7 @@ class MixtureData(TokenizedDataConfig):
 
     def _with_shared(self, data: DataConfig) -> DataConfig:
         shared: dict[str, Any] = {name: getattr(self, name) for name in _shared_fields(data)}
-        config: DataConfig = replace(data, **shared)  # type: ignore[type-var]  # a dataclass
-        return config
+        return with_fields(data, **shared)
 
     def stage_weights(self, sizes: Mapping[str, int]) -> list[tuple[float, dict[str, float]]]:
         """Start and weights of each stage, in order, with the temperature applied.

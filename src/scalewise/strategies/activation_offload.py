@@ -31,7 +31,7 @@ from scalewise.compat.torch import (
 )
 from scalewise.compat.torch_distributed import AsyncCollectiveTensor
 from scalewise.hardware import DeviceKind
-from scalewise.measure.memory import iter_plain_tensors, storage_key, storage_keys
+from scalewise.measure.allocated_bytes import iter_plain_tensors, storage_key, storage_keys
 from scalewise.memory_config import OFFLOAD_MIN_BYTES
 from scalewise.models.autocast import uses_autocast
 from scalewise.models.op_graph import Recompute

@@ -17,7 +17,7 @@ from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig
 from scalewise.hardware import DeviceKind
-from scalewise.measure.memory import LiveBytes
+from scalewise.measure.allocated_bytes import LiveBytes
 from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta

@@ -16,7 +16,7 @@ from scalewise.compat.torch import (
     TorchDispatchMode,
     tree_leaves,
 )
-from scalewise.measure.memory import LiveBytes, storage_bytes, storage_key, storage_keys
+from scalewise.measure.allocated_bytes import LiveBytes, storage_bytes, storage_key, storage_keys
 from scalewise.models.attention_kernels import causal_rate_share
 from scalewise.models.grouped_mm import grouped_mm  # noqa: F401 (registers its operator)
 from scalewise.models.linear_ops import LinearOps

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from scalewise.measure.memory import LiveBytes, storage_bytes
+from scalewise.measure.allocated_bytes import LiveBytes, storage_bytes
 from scalewise.models.base import StageSlice
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import ModelInfo

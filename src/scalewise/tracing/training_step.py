@@ -18,7 +18,8 @@ from scalewise.callback_config import averaging_callback
 from scalewise.compat.lightning import skip_process_group
 from scalewise.compat.torch import FakeTensorMode
 from scalewise.hardware import DeviceKind
-from scalewise.measure.memory import MemoryProbe, storage_bytes
+from scalewise.measure.allocated_bytes import storage_bytes
+from scalewise.measure.memory import MemoryProbe
 from scalewise.models.base_module import ModelModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss

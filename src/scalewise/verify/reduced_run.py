@@ -16,6 +16,7 @@ from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.plan_config import PlanConfig
 from scalewise.precision import FloatFormat, Precision
+from scalewise.registry import with_fields
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.tracking_config import WandbConfig, WandbMode
@@ -124,12 +125,12 @@ def _reduce_model(run: RunConfig) -> RunConfig:
         no_decay=run.optimizer.no_decay,
         lr_transfer=run.optimizer.lr_transfer,
     )
-    adapter = run.adapter if run.adapter.resume is None else replace(run.adapter, resume=None)  # type: ignore[type-var]  # a dataclass
+    adapter = run.adapter if run.adapter.resume is None else with_fields(run.adapter, resume=None)
     return replace(
         run,
         parallelism=parallelism,
         model=run.model.shrink(max(options.layers, stages), options.width),
-        data=replace(data, sequence=sequence),  # type: ignore[type-var]  # a dataclass
+        data=with_fields(data, sequence=sequence),
         adapter=adapter,
         memory=memory,
         optimizer=optimizer,

@@ -10,15 +10,9 @@ from torch import nn
 from torch._C._profiler import _EventType
 
 from scalewise.compat.torch import FakeTensorMode
-from scalewise.measure import memory
-from scalewise.measure.memory import (
-    LiveBytes,
-    MemoryProbe,
-    ProfiledAllocations,
-    StrategyBuffers,
-    host_peak_bytes,
-    storage_bytes,
-)
+from scalewise.measure import allocated_bytes
+from scalewise.measure.allocated_bytes import LiveBytes, ProfiledAllocations, storage_bytes
+from scalewise.measure.memory import MemoryProbe, StrategyBuffers, host_peak_bytes
 
 BATCH_SIZE, INPUT_WIDTH, HIDDEN_WIDTH, OUTPUT_WIDTH = 16, 64, 128, 32
 PARAMETERS = 4 * (
@@ -135,7 +129,7 @@ def test_memory_probe_records_no_operators(monkeypatch: pytest.MonkeyPatch) -> N
         dispatched_ops.extend(event.tag for event in events)
         yield from ()
 
-    monkeypatch.setattr(memory, "iter_allocations", of_tree)
+    monkeypatch.setattr(allocated_bytes, "iter_allocations", of_tree)
     with ProfiledAllocations():
         network = Network()
         network(torch.ones(BATCH_SIZE, INPUT_WIDTH)).backward()
@@ -236,7 +230,7 @@ def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch
     """A Gloo thread may briefly keep a reference to sent tensors."""
     with LiveBytes() as live_bytes:
         thread = [torch.zeros(256)]
-        monkeypatch.setattr(memory.time, "sleep", lambda _: thread.clear())
+        monkeypatch.setattr(allocated_bytes.time, "sleep", lambda _: thread.clear())
         torch.ops._c10d_functional.wait_tensor(thread[0])
         after = torch.zeros(256)
         assert live_bytes.take_peak() == after.nbytes
@@ -246,7 +240,7 @@ def test_memory_peak_does_not_wait_for_collectives_of_fake_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wait_calls: list[float] = []
-    monkeypatch.setattr(memory.time, "sleep", wait_calls.append)
+    monkeypatch.setattr(allocated_bytes.time, "sleep", wait_calls.append)
     with FakeTensorMode(), LiveBytes() as live_bytes:
         sent_tensor = torch.zeros(256)
         torch.ops._c10d_functional.wait_tensor(sent_tensor)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalewise.measure.memory import LiveBytes
+from scalewise.measure.allocated_bytes import LiveBytes
 from scalewise.models import attention_kernels
 from scalewise.models.attention_backends import attend
 from scalewise.models.attention_segments import AttentionSegments, packed_segments

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 
 from scalewise.callback_config import ProfilerArgs
-from scalewise.measure.memory import silence_profiler
+from scalewise.measure.allocated_bytes import silence_profiler
 
 
 class Profiler(ProfilerArgs, Callback):
