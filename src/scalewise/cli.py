@@ -105,6 +105,8 @@ def _dispatch(arguments: list[str]) -> int:
     if incomplete is not None and command == "train":
         raise incomplete
     module = {"import": "import_config"}.get(command, command.replace("-", "_"))
+    if command == "train" and _only_shows_config(arguments):
+        module = "show_config"
     name = f"scalewise.commands.{module}"
     if name not in sys.modules:
         gc.disable()  # imported objects live until exit; collections took 1/6 of a plan
@@ -114,6 +116,12 @@ def _dispatch(arguments: list[str]) -> int:
             gc.freeze()
             gc.enable()
     return int(sys.modules[name].main(arguments[1:]))
+
+
+def _only_shows_config(arguments: Sequence[str]) -> bool:
+    flags = {"-c", "--cfg", "-i", "--info"}
+    resumes = any(argument.startswith(("resume_sweep=", "retry=")) for argument in arguments)
+    return not flags.isdisjoint(arguments) and not resumes
 
 
 def _version() -> str:

@@ -6,12 +6,16 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from scalewise.redaction import redact
 
+T = TypeVar("T")
+
+PROGRESS_MIN_ITEMS = 20
+"""Smallest number of items for which progress is shown."""
 MISSING = "–"  # noqa: RUF001 (an en dash is meant)
 """Table cell of an unknown value."""
 JOINING_CHARACTERS = "\u200c\u200d"
@@ -74,6 +78,18 @@ class ProgressLine:
         """End the line on a terminal."""
         if self._is_terminal:
             print_lines(f" {text}", stderr=True)
+
+
+def show_progress(items: Sequence[T], action: str, noun: str) -> Iterator[T]:
+    """Yield the items and show progress if there are at least ``PROGRESS_MIN_ITEMS``."""
+    if len(items) < PROGRESS_MIN_ITEMS:
+        yield from items
+        return
+    progress = ProgressLine(f"{action} {len(items)} {noun} ...")
+    for number, item in enumerate(items, start=1):
+        progress.show(str(number))
+        yield item
+    progress.close("done")
 
 
 class _LineHandler(logging.Handler):

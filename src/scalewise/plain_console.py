@@ -1,22 +1,17 @@
-"""Tables and progress on a rich console that prints text without interpreting markup."""
+"""Tables on a rich console that prints text without interpreting markup."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from scalewise.console import print_lines, printable
-
-T = TypeVar("T")
+from scalewise.console import printable
 
 WIDTH = 150
 """Columns of a table if stdout is not a terminal."""
-PROGRESS_MIN_ITEMS = 20
-"""Smallest number of items for which progress is shown."""
 
 
 class PlainConsole(Console):
@@ -46,16 +41,3 @@ def styled_text(*parts: str | tuple[str, str]) -> Text:
 def get_console() -> PlainConsole:
     """Console for tables: as wide as the terminal, or ``WIDTH`` columns without one."""
     return PlainConsole(width=None if os.isatty(1) else WIDTH)
-
-
-def show_progress(items: Sequence[T], action: str, noun: str) -> Iterator[T]:
-    """Yield the items and show progress if there are at least ``PROGRESS_MIN_ITEMS``."""
-    if len(items) < PROGRESS_MIN_ITEMS:
-        yield from items
-        return
-    if not os.isatty(1):
-        print_lines(f"{action} {len(items)} {noun} ...")
-    with get_console().status("") as status:  # shown on a terminal only
-        for number, item in enumerate(items, start=1):
-            status.update(f"{action} {number} of {len(items)} {noun}")
-            yield item

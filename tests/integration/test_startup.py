@@ -17,7 +17,10 @@ LIGHT_COMMANDS = (
     ("train", "--info", "defaults"),
     ("doctor",),
 )
-HEAVY_PACKAGES = ("torch", "lightning", "wandb", "altair", "transformers")
+HEAVY_PACKAGES = (
+    *("torch", "lightning", "wandb", "altair", "transformers", "rich"),
+    *("scalewise.planner", "scalewise.launch.job"),
+)
 LIST_IMPORTS = """
 import json, sys
 from scalewise.cli import main

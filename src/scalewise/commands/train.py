@@ -11,10 +11,11 @@ from scalewise.commands.auto_resolution import resolve_auto, resolve_auto_all
 from scalewise.config.app import run_command
 from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.config.compose import changed_from_defaults
+from scalewise.config.launchers import REMOTE_LAUNCHERS
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
 from scalewise.launch import external_launcher, signals, sweep_resume
-from scalewise.launch.executor import REMOTE_LAUNCHERS, SweepTask, build_executor
+from scalewise.launch.executor import SweepTask, build_executor
 from scalewise.launch.job import JobSpec, Result, execute
 from scalewise.launch.locks import FolderLock
 from scalewise.launch.sweep_resume import EarlierJob, ResumeRequest

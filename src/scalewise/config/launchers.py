@@ -45,6 +45,8 @@ LAUNCHERS: dict[str, Callable[[], object]] = {
     "slurm": _slurm,
 }
 """Factory of the default options, by name of ``hydra/launcher``."""
+REMOTE_LAUNCHERS = ("slurm",)
+"""Launchers that run jobs on other machines."""
 
 
 def launcher_issues(launcher: object) -> Iterator[ConfigIssue]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from scalewise import plain_console
 from scalewise.config.command import CommandContext, RejectedJob, SweepJob
 from scalewise.config.parse import parse_run
+from scalewise.console import show_progress
 from scalewise.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def validate_jobs(
     jobs: list[SweepJob] = []
     rejected: list[RejectedJob] = []
     composition_error: Exception | None = None
-    progress = plain_console.show_progress(job_overrides, "checking", "jobs")
+    progress = show_progress(job_overrides, "checking", "jobs")
     for number, overrides in enumerate(progress, start=first_number):
         try:
             job_config = loader.load_sweep_config(config, list(overrides))

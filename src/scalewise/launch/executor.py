@@ -95,9 +95,6 @@ EXECUTORS: Mapping[str, str] = {
 }
 """Import path of the executor by the ``engine`` option; only the chosen one is imported."""
 
-REMOTE_LAUNCHERS = ("slurm",)
-"""Executors that run jobs on other machines."""
-
 
 def build_executor(options: Mapping[str, Any]) -> Executor:
     """Executor for the options of ``hydra/launcher``."""
