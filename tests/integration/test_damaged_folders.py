@@ -123,13 +123,19 @@ FAILED_ONCE = {
         ("resolved.yaml", "bad utf-8"),
         ("resolved.yaml", "model.width number"),
         ("resolved.yaml", "model list"),
+        ("resolved.yaml", "optimizer.lr_factors mapping"),
         (WEIGHTS, "no tensors"),
         (WEIGHTS, "other shapes"),
         (WEIGHTS, "huge header"),
         (WEIGHTS, "one tensor less"),
     ],
     "export": [("tokenizer.json", "truncated"), (WEIGHTS, "one tensor less")],
-    "resume": [("resolved.yaml", "trainer fraction"), ("tokenizer.json", "truncated")],
+    "resume": [
+        ("resolved.yaml", "trainer fraction"),
+        ("resolved.yaml", "model.heads mapping"),
+        ("resolved.yaml", "trainer.global_batch mapping"),
+        ("tokenizer.json", "truncated"),
+    ],
     "resume_sweep": [("sweep.json", "jobs text"), ("0/status.json", "bad utf-8")],
 }
 SAMPLES = {

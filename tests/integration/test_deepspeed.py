@@ -227,6 +227,22 @@ def test_stage_3_gradients_outside_of_a_buffer_are_the_same(run_job: JobRunner) 
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16_mixed", *(pytest.param(it, marks=EXHAUSTIVE) for it in ("fp32", "bf16_true"))],
+)
+def test_stage_3_recomputes_selectively(precision: str, run_job: JobRunner) -> None:
+    """The backward pass gathers other modules than the forward pass, which prefetches."""
+    stage_3 = (*ADAMW, *ZERO_STAGES["zero3"], "trainer.max_steps=3", f"precision={precision}")
+    stored, recomputed = (
+        run_job.without_defaults(*stage_3, f"memory={memory}")
+        for memory in ("none", "checkpoint_selective")
+    )
+    assert same_weights(recomputed.weights(), stored.weights())
+    peaks = [run.summary["metrics"]["memory/peak_bytes"] for run in (recomputed, stored)]
+    assert peaks[0] < peaks[1]
+
+
 @EXHAUSTIVE
 @pytest.mark.parametrize("kind", BF16)
 def test_deepspeed_bf16_loss_is_near_fp32(kind: str, run_job: JobRunner) -> None:

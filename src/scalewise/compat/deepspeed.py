@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from scalewise.compat import PrivateNames
+from scalewise.compat.torch import without_dispatch_modes
 
 __all__ = [
     "disable_native_ops",
+    "hide_gathers",
     "link_states",
     "loaded_extensions",
     "parameter_group",
@@ -59,6 +61,14 @@ def partition_all(zero: Any) -> None:
 def write_partitions(zero: Any, group: int) -> None:
     """Copy the master weights of a group to its parameters in stage 3; no public method does."""
     zero._reassign_or_swap_out_partitioned_parameters(group)
+
+
+@private.reads("fetch_sub_module", "release_sub_module")
+def hide_gathers(zero: Any) -> None:
+    """Hide the gathers of stage 3 from dispatch modes; its coordinator has no documented hook."""
+    coordinator = zero.parameter_offload.get_param_coordinator()
+    coordinator.fetch_sub_module = without_dispatch_modes(coordinator.fetch_sub_module)
+    coordinator.release_sub_module = without_dispatch_modes(coordinator.release_sub_module)
 
 
 def swaps_group(zero: Any, group: int) -> bool:

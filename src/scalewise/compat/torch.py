@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -47,7 +48,11 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "unset_fake_temporarily",
+    "without_dispatch_modes",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 private = PrivateNames("torch")
 
@@ -185,6 +190,17 @@ def lower_right_bias(queries: int, keys: int) -> Tensor:
 
     with _disable_current_modes():
         return causal_lower_right(queries, keys)
+
+
+def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Function that dispatch modes, such as that of selective checkpointing, do not see."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 @private.reads("_scaled_dot_product_flash_attention_for_cpu")

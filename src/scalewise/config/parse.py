@@ -343,6 +343,14 @@ def _convert_to_declared(
             name: _parse_entry(cls, entry, issues, f"{key}.{name}") for name, entry in value.items()
         }
         return {name: entry for name, entry in entries.items() if entry is not None}
+    if typing.get_origin(declared_type) is Mapping and float in typing.get_args(declared_type):
+        # OmegaConf accepts a mapping as an entry of any type.
+        nested = {name: entry for name, entry in value.items() if isinstance(entry, Mapping)}
+        issues += [
+            ConfigIssue(f"{key}.{name}", entry, "is not a number", f"set +{key}.{name}=0.5")
+            for name, entry in nested.items()
+        ]
+        return {name: entry for name, entry in value.items() if name not in nested}
     if typing.get_origin(declared_type) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

@@ -185,8 +185,9 @@ def _config_issue(
     """Issue for a value that differs from that of the checkpoint."""
     reason = f"the checkpoint under {folder} was trained with {format_value(recorded_value)}"
     fixes = [f"set {format_override(key, recorded_value)}"]
-    if isinstance(current_value, Mapping) or isinstance(recorded_value, Mapping):
-        fixes = [*_mapping_fixes(key, current_value or {}, recorded_value or {})]
+    current_entries, recorded_entries = current_value or {}, recorded_value or {}
+    if isinstance(current_entries, Mapping) and isinstance(recorded_entries, Mapping):
+        fixes = [*_mapping_fixes(key, current_entries, recorded_entries)]
     return ConfigIssue(key, current_value, reason, ", ".join([*fixes, "or resume=null"]))
 
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scalewise.checkpoints import store
-from scalewise.compat.deepspeed import disable_native_ops
+from scalewise.compat.deepspeed import disable_native_ops, hide_gathers
 from scalewise.compat.lightning import init_optimizers, set_node_environment
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import Weight
+from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.build import build_parameter_groups
 from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
@@ -133,6 +134,10 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             model=self.model, optimizer=optimizer, config=self.config, dist_init_required=False
         )
         self.model, self.optimizers = engine, [zero]
+        recompute_modes = self.run.memory.count_by_recompute(self.run.model.layers)
+        if self.spec.stage == 3 and Recompute.selective in recompute_modes:
+            # Recomputation gathers other modules than the forward pass, which prefetches.
+            hide_gathers(zero)
         self.lr_scheduler_configs = [schedule] if schedule else []
         has_rounded_masters = self.run.precision.parameters is not self.run.precision.compute
         if has_rounded_masters and not self._saves_group_settings:

@@ -10,6 +10,8 @@ import pytest
 
 from scalewise.compat import IncompatibleLibraryError, deepspeed
 
+PARAMETER_NAMES = {"fetch_sub_module": "current_submodule", "release_sub_module": "submodule"}
+
 
 def parse(module: str) -> ast.Module:
     spec = find_spec("deepspeed")
@@ -42,6 +44,25 @@ def parameters(module: str, function: str) -> list[str]:
 )
 def test_stage_3_has_the_methods_of_partition_and_swap(function: str, expected: list[str]) -> None:
     assert parameters("runtime.zero.stage3", function) == expected
+
+
+@pytest.mark.parametrize("function", ["fetch_sub_module", "release_sub_module"])
+def test_stage_3_gathers_and_frees_modules(function: str) -> None:
+    module = "runtime.zero.partitioned_param_coordinator"
+    assert parameters(module, function)[:2] == ["self", PARAMETER_NAMES[function]]
+    source = ast.unparse(parse("runtime.zero.parameter_offload"))
+    assert f"param_coordinator.{function}(" in source
+    assert "def get_param_coordinator(self):" in source
+
+
+def test_gathers_are_hidden_from_dispatch_modes() -> None:
+    gather, free = (lambda module: module), (lambda module: None)
+    coordinator = SimpleNamespace(fetch_sub_module=gather, release_sub_module=free)
+    offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
+    deepspeed.hide_gathers(SimpleNamespace(parameter_offload=offload))
+    assert coordinator.fetch_sub_module.__wrapped__ is gather
+    assert coordinator.release_sub_module.__wrapped__ is free
+    assert coordinator.fetch_sub_module("module") == "module"
 
 
 def test_stages_1_and_2_link_states_once() -> None:

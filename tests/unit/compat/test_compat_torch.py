@@ -38,6 +38,13 @@ class RecordOps(compat_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_function_without_dispatch_modes_is_not_recorded() -> None:
+    with RecordOps() as recorder:
+        value = compat_torch.without_dispatch_modes(torch.zeros)(2) + 1
+    assert value.tolist() == [1, 1]
+    assert recorder.ops == [torch.ops.aten.add.Tensor]
+
+
 def test_failed_rank_is_reported_before_torch_elastic_waits_for_the_others() -> None:
     calls: list[str] = []
     processes = [SimpleNamespace(pid=pid, join=lambda t: calls.append("join")) for pid in (70, 71)]

@@ -284,6 +284,7 @@ def test_compose_returns_plain_python_values() -> None:
         ("model", "norm", 0),
         ("optimizer", "lr", "0.1"),
         ("optimizer", "no_decay", [1]),
+        ("optimizer", "lr_factors", {"head": {"factor": 2.0}}),
     ],
 )
 def test_recorded_value_of_another_type_is_rejected(group: str, key: str, value: object) -> None:
@@ -293,6 +294,13 @@ def test_recorded_value_of_another_type_is_rejected(group: str, key: str, value:
     with pytest.raises(ConfigError) as rejected:
         parse_group(group, record | {key: value})
     assert key in str(rejected.value)
+
+
+def test_mapping_instead_of_a_number_is_rejected() -> None:
+    with pytest.raises(ConfigError) as rejected:
+        compose(["+optimizer.lr_factors={head:{factor:2},norm:0.5}"])
+    (issue,) = rejected.value.issues
+    assert (issue.key, issue.reason) == ("optimizer.lr_factors.head", "is not a number")
 
 
 def test_recorded_option_without_a_required_field_is_rejected() -> None:
