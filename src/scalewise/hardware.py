@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,21 @@ CPU_RANKS_PER_CORE = 4
 """Maximum number of CPU ranks per core; more ranks only wait for each other."""
 EMULATED_BF16_RATE = 1 / 50
 """Rate of bf16 matmuls in torch without bf16 instructions, relative to fp32; measured on AVX2."""
+BUILT_IN_CPU_FIGURES: Mapping[str, float] = {
+    "launch_us": 4.0,
+    "link_gb_per_s": 1.4,
+    "link_latency_us": 190.0,
+    "step_shortest": 0.4,
+    "step_longest": 3.0,
+}
+"""Figures of a CPU that was not measured: time to dispatch an operator (``scalewise calibrate`` on
+a Xeon at 2.3 GHz), gloo over loopback (experiments/records/cpu/collectives.json), and a wide
+interval of step times."""
+BUILT_IN = "built-in figures of a processor with these cores and this clock"
+"""Value of ``Hardware.read_off`` for a CPU that was not measured."""
+CORE_GB_PER_S = 64 * 10 / 80
+"""Memory bandwidth of one core, in GB/s, by Little's law: 10 line fill buffers of 64 bytes at a
+latency of 80 ns."""
 UNKNOWN_GPU = "NVIDIA GPU"
 DEVICE_FILES = Path("/dev")
 
@@ -37,7 +52,7 @@ class DeviceKind(StrEnum):
 @register_option("hardware", "device")
 @dataclass(frozen=True)
 class Hardware:
-    """One device type and its node. null: unknown; of a CPU, measured on this machine."""
+    """One device type and its node. null: unknown; of a CPU, from its cores, clock and flags."""
 
     device: DeviceKind = DeviceKind.auto
     """Device type."""
@@ -114,7 +129,8 @@ class Hardware:
     watts: float | None = None
     """Power of one device under load with its share of the node, in watts."""
     read_off: str = ""
-    """Source of the figures that ``auto`` uses for a CUDA device; empty for every other profile."""
+    """Source of the figures that ``auto`` uses for a CUDA device, or a CPU that was not measured;
+    empty for every other profile."""
 
     @property
     def total_devices(self) -> int | None:
@@ -210,6 +226,8 @@ class Machine:
     """Logical cores that this process may use."""
     memory_bytes: int
     """Main memory, in bytes, or the memory limit of the control group if it is smaller."""
+    cpu_info: Mapping[str, str] = field(default_factory=dict)
+    """Entries of one processor in /proc/cpuinfo, such as its clock and flags; empty: unknown."""
 
     @property
     def device(self) -> DeviceKind:
@@ -249,6 +267,7 @@ def this_machine() -> Machine:
         processor=info.get("model name", "unknown processor"),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=_memory_bytes(),
+        cpu_info=info,
     )
 
 
@@ -259,11 +278,33 @@ def resolve_for_machine(hardware: Hardware) -> Hardware:
         hardware = replace(hardware, device=machine.device)
     if hardware.device is DeviceKind.cuda:
         return hardware
-    rates = processor_tflops(_cpu_info(), machine.cores)
+    rates = processor_tflops(machine.cpu_info, machine.cores)
     missing: dict[str, Any] = {k: v for k, v in rates.items() if getattr(hardware, k) is None}
     if hardware.memory_gib is None:
         missing["memory_gib"] = round(machine.memory_bytes / GIB, 2)
+    if rates and hardware.memory_gb_per_s is None:
+        missing |= _built_in_figures(hardware, machine.cores)
     return replace(hardware, **missing)
+
+
+def _built_in_figures(hardware: Hardware, cores: int) -> dict[str, Any]:
+    """Figures of a CPU that ``hardware`` leaves at their defaults."""
+    figures = {**BUILT_IN_CPU_FIGURES, "memory_gb_per_s": cores * CORE_GB_PER_S}
+    defaults = {entry.name: entry.default for entry in fields(Hardware)}
+    unset = {key: figures[key] for key in figures if getattr(hardware, key) == defaults[key]}
+    return {**unset, "read_off": BUILT_IN}
+
+
+def remove_built_in_figures(hardware: Hardware) -> Hardware:
+    """Hardware without the built-in figures of a CPU, before this machine is measured."""
+    if hardware.read_off != BUILT_IN:
+        return hardware
+    defaults = {entry.name: entry.default for entry in fields(Hardware)}
+    built_in = (
+        key for key, value in BUILT_IN_CPU_FIGURES.items() if getattr(hardware, key) == value
+    )
+    keys = ("memory_gb_per_s", "read_off", *built_in)
+    return replace(hardware, **{key: defaults[key] for key in keys})
 
 
 def processor_tflops(info: Mapping[str, str], cores: int) -> dict[str, float]:

@@ -47,6 +47,10 @@ _METRICS = (
     MetricInfo("train/accuracy", "", "Fraction of the step's samples classified correctly"),
     MetricInfo("val/accuracy", "", "Fraction of the validation samples classified correctly"),
     MetricInfo("train/tokens", "tokens", "Tokens trained on so far, all ranks, including padding"),
+    MetricInfo("train/global_batch", "samples", "Global batch of the step, in a batch-size warm-up"),
+    MetricInfo(
+        "train/sequence", "tokens", "Sequence length of the step, in a sequence-length warm-up"
+    ),
     MetricInfo("train/grad_norm", "", "Global gradient norm before clipping"),
     MetricInfo("train/skipped_steps", "", "Optimizer steps skipped so far, as loss spikes"),
     MetricInfo("train/lr", "", "Learning rate of the first parameter group"),

@@ -91,6 +91,7 @@ def test_first_stage_is_bitwise_the_run_with_its_batch(
     tokens = [32 * count for count in (6, 12, 18, 24, 34, 44)]
     assert run.column("train/tokens") == tokens
     assert run.summary["tokens"] == tokens[-1]
+    assert run.column("train/global_batch") == [6, 6, 6, 6, 10, 10]
     step_tokens = np.diff(tokens, prepend=0)
     rates = np.array(run.column("throughput/tokens_per_s"))
     np.testing.assert_allclose(rates * run.column("time/step_s"), step_tokens, rtol=1e-6)

@@ -164,7 +164,10 @@ def test_metrics_count_the_tokens_and_flops_of_each_step(
     for key in ("train/lr", "step"):
         assert run.column(key) == constant.column(key), key
     assert run.summary["metrics"]["val/loss_first"] == constant.summary["metrics"]["val/loss_first"]
-    tokens = 4 * np.array([8, 8, 16, 16, 32, 32])
+    lengths = [8, 8, 16, 16, 32, 32]
+    assert run.column("train/sequence") == lengths
+    assert run.column("train/global_batch") == []
+    tokens = 4 * np.array(lengths)
     assert run.column("train/tokens") == np.cumsum(tokens).tolist()
     seconds = np.array(run.column("time/step_s"))
     rates = np.array(run.column("throughput/tokens_per_s"))
@@ -172,7 +175,7 @@ def test_metrics_count_the_tokens_and_flops_of_each_step(
     flops = np.array(run.column("throughput/tflops_per_s_per_device")) * seconds * 1e12
     expected = [
         compose([*UNTRACKED, f"data.sequence={length}"]).flops_per_token
-        for length in (8, 8, 16, 16, 32, 32)
+        for length in lengths
     ]
     np.testing.assert_allclose(flops, tokens * np.array(expected), rtol=1e-6)
     assert run.summary["window"] == "median of steps 5-6"  # those of the final length

@@ -202,6 +202,8 @@ def test_metric_keys_are_frozen() -> None:
         "train/accuracy",
         "val/accuracy",
         "train/tokens",
+        "train/global_batch",
+        "train/sequence",
         "train/grad_norm",
         "train/skipped_steps",
         "train/lr",

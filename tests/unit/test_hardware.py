@@ -1,5 +1,6 @@
 """Hardware: profiles, peak rates of processors and detection of the machine."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,48 @@ class TestHardware:
         assert machine.max_cpu_ranks == 8
         unchanged = hardware.resolve_for_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
         assert (unchanged.memory_gib, unchanged.fp32_tflops) == (4, 1.0)
+
+    def test_cpu_that_was_not_measured_gets_built_in_figures(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        info = {"flags": "avx2 fma", "cpu MHz": "2500.0"}
+        machine = Machine((), "", 4, 8 * 1024**3, info)
+        monkeypatch.setattr(hardware, "this_machine", lambda: machine)
+        built_in = hardware.resolve_for_machine(Hardware())
+        assert built_in.fp32_tflops == 0.32  # 4 cores x 2.5 GHz x 32 FLOPs
+        assert built_in.memory_gb_per_s == 32  # 10 lines of 64 bytes in 80 ns on 4 cores
+        assert built_in.launch_us and built_in.link_gb_per_s and built_in.link_latency_us
+        assert built_in.step_shortest < 0.5
+        assert built_in.step_longest > 2
+        assert built_in.read_off == hardware.BUILT_IN
+        unmeasured = hardware.remove_built_in_figures(built_in)
+        assert unmeasured == dataclasses.replace(
+            Hardware(device=hardware.DeviceKind.cpu),
+            memory_gib=8.0,
+            fp32_tflops=built_in.fp32_tflops,
+            bf16_tflops=built_in.bf16_tflops,
+        )
+
+    def test_figures_of_the_user_replace_built_in_figures(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        info = {"flags": "avx2 fma", "cpu MHz": "2500.0"}
+        monkeypatch.setattr(hardware, "this_machine", lambda: Machine((), "", 4, 2**33, info))
+        linked = hardware.resolve_for_machine(Hardware(link_gb_per_s=9.0))
+        assert (linked.link_gb_per_s, linked.memory_gb_per_s) == (9.0, 32)
+        assert hardware.remove_built_in_figures(linked).link_gb_per_s == 9.0
+        measured = Hardware(device=hardware.DeviceKind.cpu, memory_gb_per_s=20.0)
+        resolved = hardware.resolve_for_machine(measured)
+        assert (resolved.memory_gb_per_s, resolved.launch_us, resolved.read_off) == (20.0, 0.0, "")
+        assert hardware.remove_built_in_figures(resolved) == resolved
+
+    def test_processor_with_unknown_rates_gets_no_built_in_figures(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine = Machine((), "", 4, 2**33, {"Features": "asimd"})
+        monkeypatch.setattr(hardware, "this_machine", lambda: machine)
+        resolved = hardware.resolve_for_machine(Hardware())
+        assert (resolved.memory_gb_per_s, resolved.read_off) == (None, "")
 
     def test_hardware_auto_takes_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hardware, "this_machine", lambda: Machine(("H100",), "", 2, 1))

@@ -18,7 +18,7 @@ from scalewise.console import print_lines
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.hardware import DeviceKind, Hardware, this_machine
+from scalewise.hardware import DeviceKind, Hardware, remove_built_in_figures, this_machine
 from scalewise.models.attention_kernels import MEASURED_HEAD_SIZE, MEASURED_TOKENS
 from scalewise.parallelism.collective import RingLink
 from scalewise.run_config import RunConfig
@@ -228,7 +228,8 @@ def calibrate(run: RunConfig, options: CalibrateOptions) -> Path:
 
 
 def _calibrate(run: RunConfig, options: CalibrateOptions) -> Path:
-    hardware = _with_device_name(run.hardware)
+    hardware = _with_device_name(remove_built_in_figures(run.hardware))
+    run = replace(run, hardware=hardware)
     figures: dict[str, MeasuredFigure] = {}
     with TemporaryDirectory(dir=".") as folder:
         for name, figure in _measure_figures(run, options.seconds, Path(folder)):

@@ -16,7 +16,7 @@ from scalewise.bench import link_fit, options, profile, ranks
 from scalewise.bench.link_fit import CollectiveSample
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
-from scalewise.hardware import DeviceKind, this_machine
+from scalewise.hardware import DeviceKind, remove_built_in_figures, this_machine
 from scalewise.parallelism.collective import CollectiveKind, RingLink
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_json, write_text
@@ -174,7 +174,8 @@ def measure(
         comment = f"bench collectives` with {count} ranks on {profile.utc_date()}; "
         comment += "ring model of all kinds."
         file = folder / "hardware" / "measured.yaml"
-        profile.write_profile(run.hardware, profile.link_entries(link), [comment], file)
+        hardware = remove_built_in_figures(run.hardware)
+        profile.write_profile(hardware, profile.link_entries(link), [comment], file)
         print_lines(f"use it: scalewise train -cd {shell_word(folder)} hardware=measured ...")
     return {
         "ranks": count,

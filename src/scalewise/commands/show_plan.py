@@ -10,7 +10,7 @@ from rich.table import Table
 
 from scalewise.config.command import RejectedJob
 from scalewise.console import MISSING, print_lines
-from scalewise.hardware import DeviceKind
+from scalewise.hardware import BUILT_IN, DeviceKind
 from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
 from scalewise.planner import host_memory
@@ -50,10 +50,8 @@ STATUS_TITLES = {
     FitStatus.host_out_of_memory: "Out of host memory",
     FitStatus.unknown: "Unknown",
 }
-NO_TIME = (
-    "Step time not predicted: the hardware profile lacks a rate or a bandwidth; "
-    "run `scalewise calibrate`, then add -cd conf hardware=measured"
-)
+CALIBRATE = "run `scalewise calibrate`, then add -cd conf hardware=measured"
+NO_TIME = f"Step time not predicted: the hardware profile lacks a rate or a bandwidth; {CALIBRATE}"
 SMALL_SHARE = 0.001
 """Entries below this share of the peak are summed in one line."""
 
@@ -71,7 +69,7 @@ def print_plan(plan: Plan) -> None:
         f"{run.world_size} {device} rank{'s' * (run.world_size > 1)}, "
         f"{run.tokens_per_step:,} tokens per step"
     )
-    if run.hardware.read_off:
+    if run.hardware.read_off and run.hardware.device is DeviceKind.cuda:
         console.print(f"hardware=auto: {run.hardware.read_off}", style="dim", soft_wrap=True)
     print_fit(plan)
     console.print()
@@ -297,6 +295,8 @@ def _print_time(console: Console, plan: Plan) -> None:
         rates += f", {format_mfu(plan.mfu, plan.mfu_palm)}"
     console.print()
     console.print(f"Step time: {format_seconds(step.seconds)} ({low} to {high}), {rates}")
+    if plan.run.hardware.read_off == BUILT_IN:
+        console.print(f"from {BUILT_IN}; {CALIBRATE}", style="dim", soft_wrap=True)
     shares = [
         f"{step_part_title(name)} {seconds / step.seconds:.0%}"
         for name, seconds in step.parts().items()

@@ -116,6 +116,7 @@ def test_training_length_counts_the_tokens_of_each_step(
     assert run.num_steps(samples=0) == steps
 
 
+@pytest.mark.usefixtures("cpu_machine")  # whose rates are unknown
 def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
     overrides = (H100, (*H100, *epochs), ("hardware=cpu",))
@@ -127,6 +128,7 @@ def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
 
 
+@pytest.mark.usefixtures("cpu_machine")  # whose rates are unknown
 @pytest.mark.parametrize(("hardware", "expects_hint"), [("cpu", True), ("h100", False)])
 def test_sweep_table_hints_at_missing_rates(
     hardware: str, expects_hint: bool, compose: Compose, capsys: pytest.CaptureFixture[str]

@@ -270,12 +270,23 @@ class MetricsRecorder(Callback):
         tokens = run.tokens_in_step.at(step - 1)
         return {
             "train/tokens": run.tokens_in_step.before(step),
+            **self._warmup_metrics(step),
             "throughput/tokens_per_s": tokens / total,
             "throughput/tokens_per_s_per_device": tokens / total / run.world_size,
             "throughput/unpadded_tokens_per_s": tokens * self.unpadded_fraction / total,
             **self.flops_metrics(tokens, total),
             "time/step_s": total,
             **{f"time/{phase}_s": times.get(phase) for phase in STEP_PHASES},
+        }
+
+    def _warmup_metrics(self, step: int) -> Row:
+        """Batch and sequence length of a step, in runs where a warm-up changes them."""
+        run = self.run
+        batch = {"train/global_batch": run.samples_per_step.at(step - 1)}
+        sequence = {"train/sequence": run.sequence_per_step.at(step - 1)}
+        return {
+            **(batch if run.trainer.batch_warmup else {}),
+            **(sequence if run.trainer.sequence_warmup else {}),
         }
 
     def flops_metrics(self, tokens: int, seconds: float) -> Row:
