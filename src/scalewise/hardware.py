@@ -12,28 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.errors import ConfigIssue
+from scalewise.processor import BUILT_IN_CPU_FIGURES, CORE_GB_PER_S, processor_tflops
 from scalewise.registry import register_option
 from scalewise.units import GIB, MIB, TERA
 
 CPU_RANKS_PER_CORE = 4
 """Maximum number of CPU ranks per core; more ranks only wait for each other."""
-EMULATED_BF16_RATE = 1 / 50
-"""Rate of bf16 matmuls in torch without bf16 instructions, relative to fp32; measured on AVX2."""
-BUILT_IN_CPU_FIGURES: Mapping[str, float] = {
-    "launch_us": 4.0,
-    "link_gb_per_s": 1.4,
-    "link_latency_us": 190.0,
-    "step_shortest": 0.4,
-    "step_longest": 3.0,
-}
-"""Figures of a CPU that was not measured: time to dispatch an operator (``scalewise calibrate`` on
-a Xeon at 2.3 GHz), gloo over loopback (experiments/records/cpu/collectives.json), and a wide
-interval of step times."""
 BUILT_IN = "built-in figures of a processor with these cores and this clock"
 """Value of ``Hardware.read_off`` for a CPU that was not measured."""
-CORE_GB_PER_S = 64 * 10 / 80
-"""Memory bandwidth of one core, in GB/s, by Little's law: 10 line fill buffers of 64 bytes at a
-latency of 80 ns."""
 UNKNOWN_GPU = "NVIDIA GPU"
 DEVICE_FILES = Path("/dev")
 
@@ -290,7 +276,7 @@ def resolve_for_machine(hardware: Hardware) -> Hardware:
 def _built_in_figures(hardware: Hardware, cores: int) -> dict[str, Any]:
     """Figures of a CPU that ``hardware`` leaves at their defaults."""
     figures = {**BUILT_IN_CPU_FIGURES, "memory_gb_per_s": cores * CORE_GB_PER_S}
-    defaults = {entry.name: entry.default for entry in fields(Hardware)}
+    defaults: dict[str, Any] = {it.name: it.default for it in fields(Hardware)}
     unset = {key: figures[key] for key in figures if getattr(hardware, key) == defaults[key]}
     return {**unset, "read_off": BUILT_IN}
 
@@ -299,37 +285,12 @@ def remove_built_in_figures(hardware: Hardware) -> Hardware:
     """Hardware without the built-in figures of a CPU, before this machine is measured."""
     if hardware.read_off != BUILT_IN:
         return hardware
-    defaults = {entry.name: entry.default for entry in fields(Hardware)}
+    defaults: dict[str, Any] = {it.name: it.default for it in fields(Hardware)}
     built_in = (
         key for key, value in BUILT_IN_CPU_FIGURES.items() if getattr(hardware, key) == value
     )
     keys = ("memory_gb_per_s", "read_off", *built_in)
     return replace(hardware, **{key: defaults[key] for key in keys})
-
-
-def processor_tflops(info: Mapping[str, str], cores: int) -> dict[str, float]:
-    """Theoretical peak rate of a processor by precision, in TFLOP/s; empty if unknown.
-
-    The rate is cores x clock x FLOPs per cycle. The CPU flags give the FLOPs per cycle: FMA on two
-    ports of 16 (AVX-512) or 8 (AVX2) fp32 lanes, bf16 dot products on twice as many lanes, 1024
-    bf16 FLOPs with AMX tiles (Intel 64 and IA-32 Optimization Reference Manual, 2.5 and 20.3). The
-    clock is the one that the kernel reports, so MFU on a CPU is accurate to an order of magnitude
-    only. Without a bf16 kernel of oneDNN, bf16 runs at ``EMULATED_BF16_RATE`` of the fp32 rate.
-
-    Args:
-        info: Entries of one processor in /proc/cpuinfo.
-        cores: Number of cores to use.
-    """
-    flags = set(info.get("flags", "").split())
-    clock = float(info.get("cpu MHz", 0.0)) * 1e6
-    fp32 = 64 if "avx512f" in flags else 32 if {"avx2", "fma"} <= flags else 0
-    bf16 = 1024 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else float(fp32)
-    if not flags & {"avx512f", "avx_ne_convert"}:
-        bf16 *= EMULATED_BF16_RATE
-    if not fp32 or not clock:
-        return {}
-    per_flop = cores * clock / TERA
-    return {"fp32_tflops": round(fp32 * per_flop, 3), "bf16_tflops": round(bf16 * per_flop, 6)}
 
 
 def _cpu_info() -> dict[str, str]:

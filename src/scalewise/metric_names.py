@@ -47,7 +47,9 @@ _METRICS = (
     MetricInfo("train/accuracy", "", "Fraction of the step's samples classified correctly"),
     MetricInfo("val/accuracy", "", "Fraction of the validation samples classified correctly"),
     MetricInfo("train/tokens", "tokens", "Tokens trained on so far, all ranks, including padding"),
-    MetricInfo("train/global_batch", "samples", "Global batch of the step, in a batch-size warm-up"),
+    MetricInfo(
+        "train/global_batch", "samples", "Global batch of the step, in a batch-size warm-up"
+    ),
     MetricInfo(
         "train/sequence", "tokens", "Sequence length of the step, in a sequence-length warm-up"
     ),

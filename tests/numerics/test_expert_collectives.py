@@ -25,6 +25,14 @@ EXPERT_STRATEGIES = {
     "expert_replicate": mesh(replicate=2, shards=2, expert=2),
     "expert_pipeline": mesh(pipeline=2, shards=2, expert=2),
     "expert_context": mesh(shards=2, context=2, expert=4),
+    "expert_tensor": mesh(shards=2, expert=2, tensor=2),
+    "expert_tensor_shards": mesh(shards=4, expert=2, tensor=2),
+    "expert_tensor_pipeline": mesh(pipeline=2, shards=2, expert=2, tensor=2),
+    "expert_tensor_context": mesh(context=2, expert=2, tensor=2),
+    "expert_tensor_no_sequence_parallel": (
+        *mesh(shards=2, expert=2, tensor=2),
+        "parallelism.sequence_parallel=false",
+    ),
 }
 EXPERT_OPTIONS = {
     **FORWARD_OPTIONS,
@@ -36,6 +44,7 @@ EXPERT_OPTIONS = {
         "memory=checkpoint_full",
     ),
     "capacity": ("model.capacity_factor=0.75", "memory=checkpoint_full"),
+    "dense_layers": ("model.dense_layers=1", "model.shared_experts=0"),
     "lora, all": ("adapter=lora", "adapter.rank=3", "adapter.targets=[.*]"),
 }
 """Options of runs with experts. With some, the first block needs no gradient of its experts."""

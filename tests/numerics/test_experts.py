@@ -243,11 +243,72 @@ EQUAL_STRATEGIES = {
         4,
         LOSSES,
     ),
+    "expert_tensor": (mesh(shards=2, expert=2, tensor=2), 2, LOSSES),
+    "expert_tensor_one_expert": (
+        mesh(shards=2, expert=2, tensor=2),
+        2,
+        (*LOSSES, "model.experts=2", "model.shared_experts=0"),
+    ),
+    "expert_tensor_shards": (mesh(shards=4, expert=2, tensor=2), 1, LOSSES),
+    "expert_tensor_hsdp": (mesh(replicate=2, shards=2, expert=2, tensor=2), 1, LOSSES),
+    "expert_tensor_context": (mesh(context=2, expert=2, tensor=2), 4, PER_TOKEN_LOSSES),
+    "expert_tensor_shards_context": (
+        mesh(shards=2, context=2, expert=2, tensor=2),
+        2,
+        PER_TOKEN_LOSSES,
+    ),
+    "expert_tensor_pipeline": (mesh(pipeline=2, shards=2, expert=2, tensor=2), 2, LOSSES),
+    "expert_tensor_interleaved": (
+        (
+            *mesh(pipeline=2, context=2, expert=2, tensor=2),
+            "parallelism.pipeline_schedule=interleaved_1f1b",
+        ),
+        4,
+        PER_TOKEN_LOSSES,
+    ),
+    "expert_tensor_zero_bubble": (
+        (
+            *mesh(pipeline=2, context=2, expert=2, tensor=2),
+            "parallelism.pipeline_schedule=zbv_zero_bubble",
+        ),
+        4,
+        (),
+    ),
+    "expert_tensor_no_sequence_parallel": (
+        (*mesh(shards=2, expert=2, tensor=2), "parallelism.sequence_parallel=false"),
+        2,
+        LOSSES,
+    ),
+    "expert_tensor_zero1": (
+        (*mesh(shards=4, expert=2, tensor=2), "parallelism.shard=optimizer"),
+        1,
+        LOSSES,
+    ),
+    "expert_tensor_offload": (
+        (*mesh(shards=2, expert=2, tensor=2), "parallelism.cpu_offload=true"),
+        2,
+        LOSSES,
+    ),
+    "expert_tensor_checkpointing": (
+        (*mesh(shards=2, expert=2, tensor=2), "memory=checkpoint_full"),
+        2,
+        LOSSES,
+    ),
+    "expert_tensor_selective": (
+        (*mesh(shards=2, expert=2, tensor=2), "memory=checkpoint_selective"),
+        2,
+        LOSSES,
+    ),
+    "expert_tensor_dense_layers": (
+        mesh(shards=2, expert=2, tensor=2),
+        2,
+        (*LOSSES, "model.dense_layers=1", "model.shared_experts=0"),
+    ),
     "deepspeed_zero2": (STRATEGIES["deepspeed_zero2"], 2, ()),
     "deepspeed_zero3": (STRATEGIES["deepspeed_zero3"], 2, ()),
 }
 """Strategies with the micro-batch size, three of which are a step, and losses of the router."""
-IN_CI = ("pipeline_shards", "expert_shards", "tensor_shards")
+IN_CI = ("pipeline_shards", "expert_shards", "tensor_shards", "expert_tensor")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +343,8 @@ ONE_DEVICE = ("trainer.micro_batch=12",)
 ON_TWO_RANKS = (*mesh(shards=2, expert=2), "trainer.micro_batch=3")
 TENSOR_SHARDS = (*mesh(shards=2, tensor=2), "trainer.micro_batch=6")
 ON_FOUR_RANKS = (*mesh(shards=4, expert=2), "trainer.micro_batch=3")
+EXPERT_TENSOR = (*mesh(shards=2, expert=2, tensor=2), "trainer.micro_batch=6")
+EXPERT_TENSOR_SHARDS = (*mesh(shards=4, expert=2, tensor=2), "trainer.micro_batch=3")
 
 
 @pytest.mark.exhaustive
@@ -299,6 +362,12 @@ ON_FOUR_RANKS = (*mesh(shards=4, expert=2), "trainer.micro_batch=3")
         (ON_FOUR_RANKS, TENSOR_SHARDS),
         (ON_FOUR_RANKS, ON_TWO_RANKS),
         (ON_TWO_RANKS, (*mesh(pipeline=2, shards=2), "trainer.micro_batch=2")),
+        (ONE_DEVICE, EXPERT_TENSOR),
+        (EXPERT_TENSOR, ONE_DEVICE),
+        (EXPERT_TENSOR, TENSOR_SHARDS),
+        (ON_TWO_RANKS, EXPERT_TENSOR),
+        (EXPERT_TENSOR_SHARDS, ON_TWO_RANKS),
+        (EXPERT_TENSOR, EXPERT_TENSOR_SHARDS),
     ],
     ids=" ".join,
 )
@@ -327,6 +396,24 @@ def test_checkpoints_with_experts_resume_under_another_strategy(
         assert torch.equal(actual[name], expected[name]), name
 
 
+EXPERT_TENSOR_MEMORY: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
+    ({"shards": 2}, ()),
+    ({"shards": 2}, LARGE_EXPERTS),
+    ({"shards": 2}, ("precision=bf16_mixed",)),
+    ({"shards": 2}, ("memory=checkpoint_full",)),
+    ({"shards": 2}, ("memory=checkpoint_selective",)),
+    ({"shards": 2}, ("parallelism.sequence_parallel=false",)),
+    ({"shards": 2}, (*LARGE_EXPERTS, "model.dense_layers=1")),
+    ({"shards": 4}, LARGE_EXPERTS),
+    ({"shards": 4}, (*LARGE_EXPERTS, "precision=bf16_mixed")),
+    ({"context": 2}, ("model.aux_loss=0",)),
+    ({"pipeline": 2, "shards": 2}, LARGE_EXPERTS),
+    ({"replicate": 2, "shards": 2}, LARGE_EXPERTS),
+)
+"""Axes and options of plans with expert and tensor parallelism. With a capacity that no load
+exceeds, sizes do not depend on the router."""
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -351,6 +438,11 @@ def test_checkpoints_with_experts_resume_under_another_strategy(
                 mesh(pipeline=2, tensor=2),
                 ("parallelism=tensor", "model.dense_layers=1"),
                 (*mesh(shards=2, tensor=2), *LARGE_EXPERTS, "model.dense_layers=1"),
+                (*mesh(shards=2, expert=2), "model.capacity_factor=2.0", "model.dense_layers=1"),
+                *(
+                    (*mesh(**sizes, expert=2, tensor=2), "model.capacity_factor=2.0", *options)
+                    for sizes, options in EXPERT_TENSOR_MEMORY
+                ),
             )
         ),
     ],

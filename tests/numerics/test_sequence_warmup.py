@@ -174,8 +174,7 @@ def test_metrics_count_the_tokens_and_flops_of_each_step(
     np.testing.assert_allclose(rates * seconds, tokens, rtol=1e-6)
     flops = np.array(run.column("throughput/tflops_per_s_per_device")) * seconds * 1e12
     expected = [
-        compose([*UNTRACKED, f"data.sequence={length}"]).flops_per_token
-        for length in lengths
+        compose([*UNTRACKED, f"data.sequence={length}"]).flops_per_token for length in lengths
     ]
     np.testing.assert_allclose(flops, tokens * np.array(expected), rtol=1e-6)
     assert run.summary["window"] == "median of steps 5-6"  # those of the final length

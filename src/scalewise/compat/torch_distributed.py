@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from scalewise.compat import PrivateNames
 
@@ -25,7 +26,7 @@ __all__ = [
     "all_to_all",
     "clear_sharding_caches",
     "fsdp_parameters",
-    "fsdp_placement",
+    "fsdp_placements",
     "functional_collectives",
     "gradient_metadata",
     "init_fake_process_group",
@@ -94,11 +95,12 @@ def fsdp_parameters(module: FSDPModule) -> list[Any]:
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
-def fsdp_placement(mesh: DeviceMesh) -> Any:
-    """Result of a ``shard_placement_fn`` that shards a parameter over another mesh.
+def fsdp_placements(mesh: DeviceMesh) -> Callable[[Shard | None], Any]:
+    """Function from a dimension, None for the first, to the result of a ``shard_placement_fn``.
 
-    The documentation of ``fully_shard`` names its class, which no public module has. The mesh has
-    one axis, or one of replicas before it. torch 2.11 does not have it.
+    The result shards a parameter over another mesh, which has one axis, or one of replicas before
+    it. The documentation of ``fully_shard`` names its class, which no public module has. torch
+    2.11 does not have it.
     """
     common = "torch.distributed.fsdp._fully_shard._fsdp_common"
     if mesh.ndim == 1:
@@ -106,7 +108,8 @@ def fsdp_placement(mesh: DeviceMesh) -> Any:
     else:
         hybrid = private.get(f"{common}:HSDPMeshInfo")
         info = hybrid(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    return private.get(f"{common}:ShardPlacementResult")(None, info)
+    result = private.get(f"{common}:ShardPlacementResult")
+    return lambda placement: result(placement, info)
 
 
 def strided_shard(dim: int, parts: int) -> Any:

@@ -104,7 +104,8 @@ class MeshConfig(ParallelismConfig):
     expert: int = 1
     """Expert parallel size, in ranks; each stores some experts of ``model.experts`` and receives
     their tokens by all-to-all. They are ranks of ``shards`` x ``context``, whose product it
-    divides: other weights stay sharded over all of these (GShard, Lepikhin et al., 2020)."""
+    divides: other weights stay sharded over all of these (GShard, Lepikhin et al., 2020). With
+    ``tensor``, a rank stores a part of the hidden features of each of its experts."""
     shard: ShardedState = ShardedState.parameters
     """Model state that stays partitioned within a step: ``optimizer`` (ZeRO-1), ``gradients``
     (ZeRO-2) or ``parameters`` (ZeRO-3)."""

@@ -55,19 +55,19 @@ def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     (block, _), groups = partition.weights_by_kind(), partition.fsdp_groups()
     reductions = 1 if mesh.delays_reduction else partition.run.accumulation
     gathers = _gathers_per_step(partition)
-    block, experts = _split_experts(block)
     blocks = Counter(partition.weights_by_block()) or {block: partition.num_layers}
+    counts = [(*_split_experts(each), count) for each, count in blocks.items()]
     # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
     for name, weights, layers, num_gathers, overlaps in (
-        *(("a block", each, count, gathers.block, True) for each, count in blocks.items()),
-        ("the experts of a block", experts, partition.num_layers, gathers.block, True),
+        *(("a block", it, count, gathers.block, True) for it, _, count in counts),
+        *(("the experts of a block", it, count, gathers.block, True) for _, it, count in counts),
         ("the embedding", groups.embedding, 1, gathers.embedding, False),
         ("the head", groups.head, 1, gathers.last, True),
         ("the rest", groups.root, 1, gathers.last, False),
     ):
         if not weights:
             continue
-        axes = ("shards", "context") if weights is not experts else ("expert_shards",)
+        axes = ("expert_shards",) if weights[0].expert_ranks > 1 else ("shards", "context")
         reduced_bytes = padded_elements(weights, ranks) * reduced_element_bytes
         num_shards = weights[0].num_shards(ranks)
         if num_shards > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, singledispatch
 from math import ceil
@@ -120,12 +120,9 @@ class RankPartition(RankStages):
         return block, groups.all
 
     def weights_by_block(self) -> tuple[tuple[Weight, ...], ...]:
-        """Return the weights of each block of this rank; empty for models with equal blocks.
-
-        Models with unequal blocks do not support expert parallelism.
-        """
-        run, ranks = self.run, self.mesh.sizes["tensor"]
-        blocks = _sharded_blocks(run.quantization, run.adapter, run.model, ranks)
+        """Return the weights of each block of this rank; empty for models with equal blocks."""
+        run, ranks = self.run, (self.mesh.sizes["tensor"], self.mesh.expert)
+        blocks = _sharded_blocks(run.quantization, run.adapter, run.model, *ranks)
         layers = (layer for stage in self.stages for layer in stage.layers)
         return tuple(blocks[layer] for layer in layers) if blocks else ()
 
@@ -287,17 +284,21 @@ def _rank_weights(
             sharded = shard_weight(weight, styles, ranks) if ranks > 1 else weight
             groups["all"].append(sharded)
             groups[next(owners, "root")].append(sharded)
-    if ranks > 1:
-        block = WeightGroup(shard_weight(weight, styles, ranks) for weight in block)
-    if expert_ranks > 1:
-        block = WeightGroup(_rank_experts(weight, expert_ranks) for weight in block)
     every, *ends, root = (_unique(WeightGroup(weights)) for weights in groups.values())
-    return _unique(block), FSDPGroups(every, root, *ends)
+    return _shard_block(block, styles, ranks, expert_ranks), FSDPGroups(every, root, *ends)
+
+
+def _shard_block(
+    block: Iterable[Weight], styles: Mapping[str, TPStyle], ranks: int, expert_ranks: int
+) -> WeightGroup:
+    """Return the weights of a block after tensor and expert parallelism."""
+    weights = [shard_weight(weight, styles, ranks) if ranks > 1 else weight for weight in block]
+    return _unique(WeightGroup(_rank_experts(weight, expert_ranks) for weight in weights))
 
 
 def _rank_experts(weight: Weight, ranks: int) -> Weight:
     """Return the experts that one of ``ranks`` ranks stores; other weights unchanged."""
-    if weight.role != "experts":
+    if weight.role != "experts" or ranks == 1:
         return weight
     shape = (weight.shape[0] // ranks, *weight.shape[1:])
     return replace(weight, shape=shape, expert_ranks=ranks)
@@ -305,17 +306,18 @@ def _rank_experts(weight: Weight, ranks: int) -> Weight:
 
 @lru_cache(maxsize=256)
 def _sharded_blocks(
-    quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig, ranks: int
+    quantization: QuantizationConfig,
+    adapter: AdapterConfig,
+    model: ModelConfig,
+    ranks: int,
+    expert_ranks: int,
 ) -> tuple[tuple[Weight, ...], ...]:
-    """Return the weights of each block after tensor parallelism, of models with unequal blocks."""
+    """Return the weights of each block that a rank stores, of models with unequal blocks."""
     blocks = weights_by_block(quantization, adapter, model)
-    if ranks == 1:
+    if ranks * expert_ranks == 1:
         return blocks
     styles = _tensor_parallel_styles(adapter, model)
-    return tuple(
-        _unique(WeightGroup(shard_weight(weight, styles, ranks) for weight in block))
-        for block in blocks
-    )
+    return tuple(_shard_block(block, styles, ranks, expert_ranks) for block in blocks)
 
 
 @lru_cache(maxsize=1024)

@@ -74,9 +74,8 @@ class FSDPMemory:
 
     def copied_gradient_elements(self, weights: tuple[Weight, ...]) -> int:
         """Return the elements of a gradient that FSDP2 copies, since it shards its columns."""
-        is_sharded = self.num_shards > 1
-        copied = (it.numel for it in weights if it.trainable and it.shard_dim and is_sharded)
-        return max(copied, default=0)
+        copied = (it for it in weights if it.trainable and it.shard_dim)
+        return max((it.numel for it in copied if it.num_shards(self.num_shards) > 1), default=0)
 
 
 @cache_hash

@@ -13,27 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from scalewise.compat.torch import has_no_values
-from scalewise.compat.torch_distributed import all_to_all, fsdp_placement
+from scalewise.compat.torch_distributed import all_to_all, fsdp_placements
 from scalewise.models.decoder.expert_rows import permute_rows
 from scalewise.models.decoder.moe import ExpertMatrices, RowMap, find_mixtures
+from scalewise.strategies.tensor_parallel_experts import fsdp_shard_dim
 
 
 def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the experts of each mixture over the ranks of ``mesh``, in place.
 
     FSDP averages the gradient of an expert over fewer ranks, each of which has computed it from the
-    tokens of all expert ranks: its scale makes it the average over all ranks.
+    tokens of all expert ranks: its scale makes it the average over all ranks. Tensor parallelism
+    has sharded its matrices over the experts too; each tensor rank exchanges rows with those that
+    store the same features.
     """
     for mixture in find_mixtures(module):
         mixture.experts.exchange = ExpertExchange(mesh.get_group())
         for part in mixture.experts.modules():
             if isinstance(part, ExpertMatrices):
+                part.gradient_scale = 1 / mesh.size()
+                if isinstance(part.weight, DTensor):
+                    continue
                 weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
                 part.weight = nn.Parameter(weight, requires_grad=part.weight.requires_grad)
-                part.gradient_scale = 1 / mesh.size()
 
 
 def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
@@ -45,9 +50,9 @@ def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parame
     """
     has_replicas = mesh["replicate"].size() > 1
     axes = ("replicate", "expert_shards") if has_replicas else ("expert_shards",)
-    placement = fsdp_placement(mesh[axes])
+    place = fsdp_placements(mesh[axes])
     experts = {id(it) for mixture in find_mixtures(module) for it in mixture.experts.parameters()}
-    return lambda parameter: placement if id(parameter) in experts else None
+    return lambda it: place(fsdp_shard_dim(it)) if id(it) in experts else None
 
 
 class ExpertExchange:

@@ -93,13 +93,17 @@ def build_sharded(
     apply_adapter(run.adapter, module, run.model)
 
     # After the adapter, whose parameters are sharded as well; before FSDP, which shards DTensors.
-    tensor_mesh = rank_mesh.axis_mesh("tensor")
+    tensor_mesh, expert_mesh = rank_mesh.axis_mesh("tensor"), rank_mesh.expert_mesh
     if tensor_mesh is not None:
         tensor_parallel.apply_tensor_parallel(
-            module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
+            module,
+            run.adapter.tensor_parallel_styles(run.model),
+            tensor_mesh,
+            spec,
+            None if expert_mesh is None else expert_mesh["expert", "tensor"],
         )
-    if rank_mesh.expert_mesh is not None:
-        expert_parallel.apply_expert_parallel(module, rank_mesh.expert_mesh["expert"])
+    if expert_mesh is not None:
+        expert_parallel.apply_expert_parallel(module, expert_mesh["expert"])
     set_chunked_loss(
         run.objective,
         module,

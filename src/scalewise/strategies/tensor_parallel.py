@@ -44,11 +44,21 @@ HEAD_DIM = 2
 
 
 def apply_tensor_parallel(
-    module: ModelModule, tp_styles: Mapping[str, TPStyle], mesh: DeviceMesh, spec: MeshConfig
+    module: ModelModule,
+    tp_styles: Mapping[str, TPStyle],
+    mesh: DeviceMesh,
+    spec: MeshConfig,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard the parameters of a model or stage, in place; they become DTensors.
 
-    ``tp_styles``: style by module name, with ``*`` in place of layer indices.
+    Args:
+        module: Model or pipeline stage.
+        tp_styles: Style by module name, with ``*`` in place of layer indices.
+        mesh: Mesh of the tensor-parallel ranks.
+        spec: Config of the strategy.
+        expert_mesh: Mesh with the axes ``expert`` and ``tensor``, which share the matrices of
+            routed experts; None: no expert parallelism.
     """
     residual_placement: Placement = TOKEN_SHARD if spec.sequence_parallel else Replicate()
     embeds_all_tokens = module.embeds_all_tokens or TPStyle.prompt in tp_styles.values()
@@ -61,8 +71,8 @@ def apply_tensor_parallel(
         TPStyle.column: ColwiseParallel(),
         TPStyle.row: RowwiseParallel(output_layouts=residual_placement),
         TPStyle.partial_row: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
-        TPStyle.expert_column: ShardedExperts(column=True),
-        TPStyle.expert_row: ShardedExperts(column=False),
+        TPStyle.expert_column: ShardedExperts(column=True, expert_mesh=expert_mesh),
+        TPStyle.expert_row: ShardedExperts(column=False, expert_mesh=expert_mesh),
         TPStyle.router: ReplicatedRouter(),
         TPStyle.vocabulary: RowwiseParallel(
             input_layouts=Replicate(), output_layouts=embedding_placement

@@ -80,19 +80,27 @@ class ReplicatedRouter(ParallelStyle):
 
 
 class ShardedExperts(ParallelStyle):
-    """Style of stacked matrices, each sharded by its rows (``column``) or by its columns."""
+    """Style of stacked matrices, each sharded by its rows (``column``) or by its columns.
 
-    def __init__(self, *, column: bool) -> None:
+    ``expert_mesh``: mesh with the axes ``expert``, whose ranks store some of the matrices, and
+    ``tensor``; None: each rank has a part of all matrices.
+    """
+
+    def __init__(self, *, column: bool, expert_mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self._column = column
+        self._column, self._expert_mesh = column, expert_mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, ExpertMatrices)
+        mesh, outer, num_experts = device_mesh, list[Placement](), module.num_experts
+        if self._expert_mesh is not None:
+            mesh, outer = self._expert_mesh, [Shard(0)]
+            num_experts //= mesh["expert"].size()
         placement: Placement = Shard(1)
         if self._column:
-            placement = strided_shard(0, module.num_experts)
+            placement = strided_shard(0, num_experts)
             module.out_features //= device_mesh.size()
-        _distribute(module, device_mesh, placement)
+        _distribute(module, mesh, *outer, placement)
         return module
 
 
@@ -104,6 +112,6 @@ def fsdp_shard_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if has_strided_rows(parameter) else None
 
 
-def _distribute(module: Any, mesh: DeviceMesh, placement: Placement) -> None:
-    weight = distribute_tensor(module.weight, mesh, [placement], src_data_rank=None)
+def _distribute(module: Any, mesh: DeviceMesh, *placements: Placement) -> None:
+    weight = distribute_tensor(module.weight, mesh, placements, src_data_rank=None)
     module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)

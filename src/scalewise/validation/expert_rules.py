@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.decoder.config import DecoderConfig
@@ -51,21 +50,27 @@ def _tensor_issues(mesh: MeshConfig, model: DecoderConfig, run: RunConfig) -> It
     """Yield parts of a run that tensor parallelism of experts does not support."""
     reason = "is not supported with tensor parallelism of model.experts"
     without = "parallelism=fsdp parallelism.tensor=1"
-    if mesh.expert > 1:
-        fix = "set parallelism.expert=1, or parallelism.tensor=1"
-        yield ConfigIssue("parallelism.expert", mesh.expert, reason, fix)
     if run.has_frozen_weights:
         fix = f"set adapter=none, or {without}"
         yield ConfigIssue("adapter", run.option("adapter"), reason, fix)
     if run.is_compiled:
         fix = f"set compile=none, or {without}"
         yield ConfigIssue("compile", run.option("compile"), reason, fix)
-    if model.width % mesh.parameter_shards:
+    if model.width % (mesh.parameter_shards // mesh.expert):
         shards, context = mesh.sizes["shards"], mesh.sizes["context"]
-        reason = f"with context={context}, does not divide the {model.width} columns of experts, "
+        axes = f"context={context}" + f" and expert={mesh.expert}" * (mesh.expert > 1)
+        reason = f"with {axes}, does not divide the {model.width} columns of experts, "
         reason += "which FSDP shards with parallelism.tensor"
-        fix = f"set parallelism.shards={gcd(shards, max(1, model.width // context))}"
+        fix = f"set parallelism.shards={_column_shards(mesh, model.width)}"
         yield ConfigIssue("parallelism.shards", shards, reason, fix)
+
+
+def _column_shards(mesh: MeshConfig, width: int) -> int:
+    """Largest divisor of ``shards`` by which FSDP can shard ``width`` columns of experts."""
+    shards, context = mesh.sizes["shards"], mesh.sizes["context"]
+    divisors = (it for it in range(shards, 0, -1) if shards % it == 0)
+    valid = (it for it in divisors if it * context % mesh.expert == 0)
+    return next((it for it in valid if width % (it * context // mesh.expert) == 0), 1)
 
 
 def _router_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:

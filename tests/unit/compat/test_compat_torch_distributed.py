@@ -156,19 +156,17 @@ def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> 
     assert torch_distributed.unsharded_gradients(parameter) == []
 
 
-def test_fsdp_placement_shards_a_parameter_over_another_mesh(one_rank: None) -> None:
+def test_fsdp_placements_shard_parameters_over_another_mesh(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shards"))
-    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    placement = torch_distributed.fsdp_placement(mesh)
-    fully_shard(
-        module,
-        mesh=init_device_mesh("cpu", (1,)),
-        shard_placement_fn=lambda parameter: placement if parameter is module[1].weight else None,
-    )
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    place = torch_distributed.fsdp_placements(mesh)
+    placements = {module[1].weight: place(None), module[2].weight: place(Shard(1))}
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), shard_placement_fn=dict(placements).get)
     assert isinstance(module, FSDPModule)
     dtensors = [cast(DTensor, parameter) for parameter in module.parameters()]
-    assert [parameter.device_mesh.ndim for parameter in dtensors] == [1, 2]
-    assert len(torch_distributed.fsdp_parameters(module)) == 2
+    assert [parameter.device_mesh.ndim for parameter in dtensors] == [1, 2, 2]
+    assert [parameter.placements[-1] for parameter in dtensors] == [Shard(0), Shard(0), Shard(1)]
+    assert len(torch_distributed.fsdp_parameters(module)) == 3
 
 
 def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:

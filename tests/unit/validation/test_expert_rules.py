@@ -16,9 +16,9 @@ FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
     ("overrides", "key", "fix"),
     [
         (
-            ("parallelism=tensor", "parallelism.shards=2", "parallelism.expert=2"),
-            "parallelism.expert",
-            "set parallelism.expert=1, or parallelism.tensor=1",
+            ("parallelism=tensor", "parallelism.shards=12", "parallelism.expert=4"),
+            "parallelism.shards",
+            "set parallelism.shards=4",
         ),
         (
             ("parallelism=tensor", "adapter=lora"),
