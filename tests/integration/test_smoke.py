@@ -18,8 +18,8 @@ from scalewise.planner.host_memory import checkpoint_bytes
 SINGLE_STEP_NOTE = "measured in one step"
 FORWARD_BACKWARD_TIME = "time/forward_backward_s"
 """Metric of pipelines only, which lack its two parts."""
-OTHER_METRICS = ("reward", "kl", "accuracy", "skipped_steps")
-"""Metrics of preferences, rewards, classes and ``trainer.skip_sigma``."""
+OTHER_METRICS = ("reward", "kl", "accuracy", "skipped_steps", "global_batch", "sequence")
+"""Metrics of preferences, rewards, classes, ``trainer.skip_sigma`` and warm-ups."""
 EXPERTS = "experts"
 """Group of the metrics of mixtures of experts."""
 REASONS = {

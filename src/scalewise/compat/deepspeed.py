@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from scalewise.compat import PrivateNames
-from scalewise.compat.torch import without_dispatch_modes
 
 __all__ = [
     "disable_native_ops",
-    "hide_gathers",
     "link_states",
     "loaded_extensions",
     "parameter_group",
@@ -17,6 +16,7 @@ __all__ = [
     "swap_in",
     "swap_out",
     "swaps_group",
+    "wrap_gathers",
     "write_partitions",
 ]
 
@@ -64,11 +64,11 @@ def write_partitions(zero: Any, group: int) -> None:
 
 
 @private.reads("fetch_sub_module", "release_sub_module")
-def hide_gathers(zero: Any) -> None:
-    """Hide the gathers of stage 3 from dispatch modes; its coordinator has no documented hook."""
+def wrap_gathers(zero: Any, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap the gathers and releases of stage 3; its coordinator has no documented hook."""
     coordinator = zero.parameter_offload.get_param_coordinator()
-    coordinator.fetch_sub_module = without_dispatch_modes(coordinator.fetch_sub_module)
-    coordinator.release_sub_module = without_dispatch_modes(coordinator.release_sub_module)
+    coordinator.fetch_sub_module = wrapper(coordinator.fetch_sub_module)
+    coordinator.release_sub_module = wrapper(coordinator.release_sub_module)
 
 
 def swaps_group(zero: Any, group: int) -> bool:

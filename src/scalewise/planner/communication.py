@@ -228,7 +228,8 @@ def _pipeline_collectives(
 def ddp_collectives(config: DDPConfig, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
     """Return the gradient all-reduce of a step, or that of PowerSGD factors.
 
-    PowerSGD counts as after its lossless steps, post-local SGD as before their end.
+    PowerSGD counts as after its lossless steps, and so does post-local SGD: an all-reduce of the
+    weights every ``averaging_period`` steps, which overlaps with nothing.
     """
     if config.world_size == 1:
         return ()
@@ -238,6 +239,8 @@ def ddp_collectives(config: DDPConfig, run: RunConfig, rank: int = 0) -> tuple[C
     elements = {"gradients": sum(weight.numel for weight in trained)}
     if config.comm_hook.is_powersgd:
         elements = _powersgd_numel(config, trained)
+    if not config.averages_gradients:
+        elements = {"weights": elements["gradients"] // config.averaging_period}
     reductions = [
         Collective(
             CollectiveKind.all_reduce,
@@ -245,7 +248,7 @@ def ddp_collectives(config: DDPConfig, run: RunConfig, rank: int = 0) -> tuple[C
             count * element_bytes,
             1,
             name,
-            overlaps=True,
+            overlaps=config.averages_gradients,
         )
         for name, count in elements.items()
         if count

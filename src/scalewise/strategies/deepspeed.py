@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scalewise.checkpoints import store
-from scalewise.compat.deepspeed import disable_native_ops, hide_gathers
+from scalewise.compat.deepspeed import disable_native_ops, wrap_gathers
 from scalewise.compat.lightning import init_optimizers, set_node_environment
+from scalewise.compat.torch import without_dispatch_modes
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import Weight
@@ -137,7 +138,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         recompute_modes = self.run.memory.count_by_recompute(self.run.model.layers)
         if self.spec.stage == 3 and Recompute.selective in recompute_modes:
             # Recomputation gathers other modules than the forward pass, which prefetches.
-            hide_gathers(zero)
+            wrap_gathers(zero, without_dispatch_modes)
         self.lr_scheduler_configs = [schedule] if schedule else []
         has_rounded_masters = self.run.precision.parameters is not self.run.precision.compute
         if has_rounded_masters and not self._saves_group_settings:

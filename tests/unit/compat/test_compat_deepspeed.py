@@ -55,14 +55,19 @@ def test_stage_3_gathers_and_frees_modules(function: str) -> None:
     assert "def get_param_coordinator(self):" in source
 
 
-def test_gathers_are_hidden_from_dispatch_modes() -> None:
-    gather, free = (lambda module: module), (lambda module: None)
-    coordinator = SimpleNamespace(fetch_sub_module=gather, release_sub_module=free)
+def test_gathers_and_releases_are_wrapped() -> None:
+    calls: list[str] = []
+    coordinator = SimpleNamespace(
+        fetch_sub_module=lambda name: calls.append(f"fetch {name}"),
+        release_sub_module=lambda name: calls.append(f"release {name}"),
+    )
     offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
-    deepspeed.hide_gathers(SimpleNamespace(parameter_offload=offload))
-    assert coordinator.fetch_sub_module.__wrapped__ is gather
-    assert coordinator.release_sub_module.__wrapped__ is free
-    assert coordinator.fetch_sub_module("module") == "module"
+    deepspeed.wrap_gathers(
+        SimpleNamespace(parameter_offload=offload), lambda method: lambda: method("block")
+    )
+    coordinator.fetch_sub_module()
+    coordinator.release_sub_module()
+    assert calls == ["fetch block", "release block"]
 
 
 def test_stages_1_and_2_link_states_once() -> None:
