@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fixtures.golden import golden_record
+from fixtures.rejections import use_cpu_machine
 
 from scalewise.config.compose import compose
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
@@ -100,6 +102,13 @@ def numbers_of(overrides: str) -> dict[str, Any]:
         "chosen": list(plan.overrides),
         "sums": sorted(v for v in vars(sums).values() if isinstance(v, int | float)),
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _machine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_cpu_machine(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="module")
