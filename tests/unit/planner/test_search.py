@@ -256,6 +256,7 @@ def test_search_reports_that_nothing_fits(find_strategies: FindStrategies) -> No
     assert neighbor_alternatives(all_of) == ()
 
 
+@pytest.mark.usefixtures("cpu_machine")  # whose rates are unknown
 def test_search_without_rates_ranks_by_memory(find_strategies: FindStrategies) -> None:
     all_of = find_strategies("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
     assert all_of.best is not None
