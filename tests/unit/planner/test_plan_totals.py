@@ -17,6 +17,7 @@ from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]
 H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
+UNKNOWN_RATE = ("hardware=h100", "hardware.memory_gb_per_s=null")
 
 
 def test_sweep_totals_count_jobs_that_may_fit(compose: Compose) -> None:
@@ -116,24 +117,28 @@ def test_training_length_counts_the_tokens_of_each_step(
     assert run.num_steps(samples=0) == steps
 
 
-@pytest.mark.usefixtures("cpu_machine")  # whose rates are unknown
 def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
-    overrides = (H100, (*H100, *epochs), ("hardware=cpu",))
+    overrides = (H100, (*H100, *epochs), UNKNOWN_RATE)
     totals = sum_plans(
         [build_plan(compose(*job_overrides, check_machine=False)) for job_overrides in overrides]
     )
     assert (totals.jobs, totals.unfit, totals.untimed, totals.unrated) == (3, 0, 2, 1)
     assert totals.seconds > 0
-    assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
+    unrated = build_plan(compose(*UNKNOWN_RATE, check_machine=False))
+    assert sum_plans([unrated]).dollars is None
 
 
-@pytest.mark.usefixtures("cpu_machine")  # whose rates are unknown
-@pytest.mark.parametrize(("hardware", "expects_hint"), [("cpu", True), ("h100", False)])
+@pytest.mark.parametrize(
+    ("hardware", "expects_hint"), [(UNKNOWN_RATE, True), (("hardware=h100",), False)]
+)
 def test_sweep_table_hints_at_missing_rates(
-    hardware: str, expects_hint: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
+    hardware: tuple[str, ...],
+    expects_hint: bool,
+    compose: Compose,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    overrides = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
+    overrides = ("trainer.max_steps=null", "trainer.max_epochs=2", *hardware)
     print_totals(sum_plans([build_plan(compose(*overrides, check_machine=False))]), None)
     stdout = capsys.readouterr().out
     assert "; 1 without a predicted time" in stdout

@@ -256,9 +256,10 @@ def test_search_reports_that_nothing_fits(find_strategies: FindStrategies) -> No
     assert neighbor_alternatives(all_of) == ()
 
 
-@pytest.mark.usefixtures("cpu_machine")  # whose rates are unknown
 def test_search_without_rates_ranks_by_memory(find_strategies: FindStrategies) -> None:
-    all_of = find_strategies("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
+    unknown_rate = ("hardware=h100", "hardware.memory_gb_per_s=null")
+    overrides = ("experiment=smoke", *unknown_rate, "trainer.global_batch=4")
+    all_of = find_strategies("memory", *overrides)
     assert all_of.best is not None
     assert all_of.best.step_time is None
     assert all_of.rank_by is RankBy.memory
