@@ -54,6 +54,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             SwapFolder(spec.nvme_path) if "async_io" in spec.native_extensions else None
         )
         self._grad_norm = torch.zeros(())
+        self._checkpoints_selectively = False
 
     def setup_environment(self) -> None:
         """Initialize the process group."""
@@ -85,6 +86,8 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         In stage 3, at most one layer is unpartitioned at any time.
         """
         self.run = run
+        recompute_modes = run.memory.count_by_recompute(run.model.layers)
+        self._checkpoints_selectively = Recompute.selective in recompute_modes
         folder = str(self._swap_folder.open()) if self._swap_folder else ""
         self.config = build_deepspeed_config(
             self.spec, run, folder, run.model.num_parameters, run.trainable_parameters
@@ -135,8 +138,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             model=self.model, optimizer=optimizer, config=self.config, dist_init_required=False
         )
         self.model, self.optimizers = engine, [zero]
-        recompute_modes = self.run.memory.count_by_recompute(self.run.model.layers)
-        if self.spec.stage == 3 and Recompute.selective in recompute_modes:
+        if self.spec.stage == 3 and self._checkpoints_selectively:
             # Recomputation gathers other modules than the forward pass, which prefetches.
             wrap_gathers(zero, without_dispatch_modes)
         self.lr_scheduler_configs = [schedule] if schedule else []
