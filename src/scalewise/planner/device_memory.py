@@ -67,7 +67,7 @@ class DeviceMemory:
                 saved_on,
                 run.memory.offload and peak_point.waiting_passes > 0,
                 step.last_gather_bytes,
-                step.gathered_block_bytes * step.gathers_in_schedule,
+                step.gather_buffer_bytes * step.gathers_in_schedule,
             ),
         ]
         if passes.num_pipeline_micro_batches > 1:

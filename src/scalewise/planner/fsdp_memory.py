@@ -52,20 +52,25 @@ class FSDPStateMemory(RankStep):
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: parameters gathered around the running block, and gradients being reduced."""
         states = self.states
-        block = self.gathered_block_bytes
-        layers, keeps_unsharded = states.num_layers, fsdp.keeps_unsharded
+        block, layers, keeps_unsharded = (
+            self.gathered_block_bytes,
+            states.num_layers,
+            fsdp.keeps_unsharded,
+        )
         yield self._gathered_outside_entry(fsdp)
         blocks = [*map(fsdp.gathered_bytes, states.list_block_weights())]
+        prefetched_blocks = [*map(fsdp.all_gather_bytes, states.list_block_weights())]
         kept = sum(blocks) * keeps_unsharded
         next_block = self.gradients.blocks_by_phase[StepPhase.backward_next][0]
 
         def gathered(end: int, running: int = 1) -> int:
             """Gathered blocks before ``end``: the running ones and prefetched ones, or all."""
-            start = 0 if keeps_unsharded else max(0, end - running - fsdp.prefetch)
-            return sum(blocks[start:end])
+            start = 0 if keeps_unsharded else max(0, end - running)
+            prefetched = prefetched_blocks[max(0, start - fsdp.prefetch) : start]
+            return sum(blocks[start:end]) + sum(prefetched)
 
         # FSDP2 keeps the all-gather buffer for one block.
-        gather_buffer = block * (fsdp.num_shards > 1 and not fsdp.keeps_between_passes)
+        gather_buffer = self.gather_buffer_bytes * (not fsdp.keeps_between_passes)
         bytes_by_phase = {
             StepPhase.forward: (kept or block) + gather_buffer,
             StepPhase.loss: kept,
@@ -179,22 +184,24 @@ class FSDPStateMemory(RankStep):
         kept = layers * fsdp.keeps_unsharded
         # Blocks of the rank's other stages, whose forward does not follow their backward.
         others = (layers - layers // len(states.stages)) * (point.finished_backwards > 0)
-        prefetched = min(fsdp.prefetch, layers - 1)
+        prefetched, prefetched_block = min(fsdp.prefetch, layers - 1), self.gather_buffer_bytes
+        before_backward = (kept or others) * block
+        before_blocks = before_backward + min(1, fsdp.prefetch) * prefetched_block * (not kept)
         blocks = {
-            StepPhase.forward: (kept or others + 1) + self.gathers_in_forward,
-            StepPhase.loss: kept or others,
-            StepPhase.backward_loss: kept or others,
-            StepPhase.backward_head: kept or others + min(1, fsdp.prefetch),
-            StepPhase.reduce_head: kept or others + min(1, fsdp.prefetch),
+            StepPhase.forward: (kept or others + 1) * block
+            + prefetched_block * self.gathers_in_forward,
+            StepPhase.loss: before_backward,
+            StepPhase.backward_loss: before_backward,
+            StepPhase.backward_head: before_blocks,
+            StepPhase.reduce_head: before_blocks,
         }
-        blocks |= {
-            phase: kept or min(layers, others + done + 1 + prefetched)
-            for phase, (_, done) in self.gradients.blocks_by_phase.items()
-            if phase in AFTER_HEAD
-        }
+        for phase, (_, done) in self.gradients.blocks_by_phase.items():
+            if phase in AFTER_HEAD:
+                used = kept or min(layers, others + done + 1)
+                blocks[phase] = used * block + min(layers - used, prefetched) * prefetched_block
         yield MemoryEntry(
             "gathered weights of blocks",
-            {phase: count * block for phase, count in blocks.items()},
+            blocks,
             f"{block:,} B per block",
             "kept until the next forward",
         )

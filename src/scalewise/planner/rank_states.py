@@ -15,6 +15,7 @@ from scalewise.models.base import Weight
 from scalewise.optimizers import OptimizerConfig
 from scalewise.planner.rank_partition import FSDPGroups, RankStages
 from scalewise.planner.weight_sizes import (
+    all_gather_bytes,
     gathered_bytes,
     multiples,
     padded_elements,
@@ -65,6 +66,14 @@ class FSDPMemory:
     def gathered_bytes(self, weights: tuple[Weight, ...]) -> int:
         """Return the size of gathered weights, in bytes."""
         return gathered_bytes(weights, self.gathered_element_bytes, self.num_shards)
+
+    def all_gather_bytes(self, weights: tuple[Weight, ...]) -> int:
+        """Return the size of the output of an all-gather, in bytes.
+
+        FSDP2 gathers no weight of one shard, such as experts of as many ranks: it allocates these
+        when their block runs, without a buffer and not ahead of use.
+        """
+        return all_gather_bytes(weights, self.gathered_element_bytes, self.num_shards)
 
     def reduced_bytes(self, weights: tuple[Weight, ...]) -> tuple[int, int]:
         """Return the sizes of a reduction of gradients in bytes: of its input and its output."""

@@ -216,7 +216,7 @@ class RankStep:
             return 0
         # A pipeline keeps the head gathered after its first micro-batch.
         head = () if self.peak_point.waiting_passes else self.fsdp.groups.head
-        return self.fsdp.gathered_bytes(head or self.states.block_weights)
+        return self.fsdp.all_gather_bytes(head or self.states.block_weights)
 
     @cached_property
     def gathers_in_forward(self) -> bool:
@@ -245,6 +245,11 @@ class RankStep:
     def gathered_block_bytes(self) -> int:
         """Size of the gathered parameters of a block with FSDP, in bytes."""
         return self.fsdp.gathered_bytes(self.states.block_weights) if self.fsdp else 0
+
+    @cached_property
+    def gather_buffer_bytes(self) -> int:
+        """Size of the output of the all-gather of a block with FSDP, in bytes."""
+        return self.fsdp.all_gather_bytes(self.states.block_weights) if self.fsdp else 0
 
     @cached_property
     def gathers_in_schedule(self) -> bool:

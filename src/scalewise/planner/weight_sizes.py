@@ -36,6 +36,16 @@ def gathered_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int) 
 
 
 @lru_cache(maxsize=4096)
+def all_gather_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int) -> int:
+    """Return the size of those weights that are gathered from more than one shard, in bytes."""
+    return sum(
+        w.shard_bytes(element_bytes, ranks) * shards
+        for w in weights
+        if (shards := w.num_shards(ranks)) > 1
+    )
+
+
+@lru_cache(maxsize=4096)
 def padded_elements(weights: tuple[Weight, ...], ranks: int) -> int:
     """Return the elements of trained weights, padded to equal shards of ``ranks`` ranks."""
     return sum(w.shard_numel(ranks) * w.num_shards(ranks) for w in weights if w.trainable)
