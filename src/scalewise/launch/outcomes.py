@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import traceback
@@ -22,6 +23,9 @@ PEER_FAILURE_MESSAGES = (
     "NCCL communicator was aborted",
 )
 """Error messages of gloo and NCCL after the failure of a peer."""
+
+INCOMPLETE_LIBRARY = re.compile(r"(/\S+\.so): (?:file too short|invalid ELF header)")
+"""Error message of the dynamic loader for a library whose compiler was ended while it wrote."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def outcome_of_exception(error: BaseException, rank: int | None) -> Outcome:
         if peer_failure
         else failures.describe_exception(error)
     )
+    if library := INCOMPLETE_LIBRARY.search(str(error)):
+        reason = f"{library[1]} is incomplete: its compilation was interrupted; remove this file"
     return Outcome("failed", reason, rank, tail, peer_failure=peer_failure)
 
 

@@ -1,5 +1,6 @@
 """Outcomes of exceptions, and the exit report of each rank."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,3 +251,16 @@ def test_ranks_that_only_lost_each_other(tmp_path: Path) -> None:
             tmp_path, rank, Outcome("failed", "lost", rank, peer_failure=True)
         )
     assert exit_reports.lost_rank_reason(tmp_path, 2) is None
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF", b"\0" * 4096], ids=["short", "empty pages"])
+def test_reason_names_a_library_whose_compilation_was_interrupted(
+    content: bytes, tmp_path: Path
+) -> None:
+    library = tmp_path / "kernel.so"
+    library.write_bytes(content)
+    with pytest.raises(OSError, match=r"kernel\.so") as excinfo:
+        ctypes.CDLL(str(library))
+    outcome = outcome_of_exception(RuntimeError(f"ImportError: {excinfo.value}"), 0)
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith(f"{library} is incomplete")
