@@ -22,6 +22,7 @@ from scalewise.data.chat_messages import (
     Conversation,
     Message,
     RecordKeys,
+    check_json,
     check_messages,
     parse_tools,
     parse_turn,
@@ -139,6 +140,10 @@ def parse_pair(
     """
     record = keys.drop_ignored(record)
     prompt_messages, read_keys = _prompt_messages(record, keys)
+    is_full = read_keys == {"messages"} and isinstance(record.get(ANSWER_KEYS[0]), list)
+    if prompt_messages and prompt_messages[-1].role == "assistant" and not is_full:
+        key = next(iter(read_keys))
+        raise ValueError(f"has an answer at the end of its {key}, which must end with a question")
     chosen, rejected = (
         template(_with_answer(record, key, prompt_messages, keys, read_keys)) for key in ANSWER_KEYS
     )
@@ -161,12 +166,12 @@ def _prompt_messages(
     """
     prompt = record.get("prompt")
     if isinstance(prompt, str):
-        return (*parse_history(record), Message("user", prompt)), {"prompt", "history"}
+        return (*parse_history(record), keys.question(prompt)), {"prompt", "history"}
     turns_key = next((key for key in ("prompt", *TURN_KEYS) if record.get(key) is not None), None)
     if turns_key:
         return parse_turns(record[turns_key], keys), {turns_key}
     if record.get("instruction") is not None:
-        return parse_alpaca(record), {"instruction", "input", "history"}
+        return parse_alpaca(record, keys), {"instruction", "input", "history"}
     return (), set()
 
 
@@ -222,7 +227,7 @@ def parse_conversation(record: dict[str, Any], keys: RecordKeys) -> Conversation
         if not isinstance(record["output"], str | None):
             raise ValueError("has an instruction, input or output that is not a text")
         answer = Message("assistant", record["output"] or "")
-        messages, read_keys = (*parse_alpaca(record), answer), {*ALPACA_KEYS, "history"}
+        messages, read_keys = (*parse_alpaca(record, keys), answer), {*ALPACA_KEYS, "history"}
     else:
         names = ", ".join(map(str, record)) or "none"
         raise ValueError(
@@ -258,19 +263,22 @@ def assemble_messages(
             raise ValueError("has a system, and a different one in its turns")
         if not system_texts:
             messages = (Message("system", system), *messages)
-    functions = [
-        *(parse_tools(fields.get("tools")) or []),
-        *(parse_tools(fields.get("functions")) or []),
-    ]
+    tools, functions = (parse_tools(fields.get(key)) for key in ("tools", "functions"))
+    if tools and functions and tools != functions:
+        raise ValueError("has different lists in tools and functions")
+    functions = tools or functions
     documents = fields.get("documents")
     if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise ValueError("has documents that are not a list of objects")
     variables = fields.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise ValueError("has chat_template_kwargs that are not an object")
+    arguments = {"tools": functions, "documents": documents, "chat_template_kwargs": variables}
+    for key, value in arguments.items():
+        check_json(value, key)
     if has_surrogate([system, functions, documents, variables]):
         raise ValueError("has a lone surrogate (half a character)")
-    return Conversation(messages, functions or None, documents, variables)
+    return Conversation(messages, functions, documents, variables)
 
 
 def _alpaca_texts(record: Mapping[str, Any]) -> set[str]:
@@ -294,14 +302,14 @@ def _alpaca_texts(record: Mapping[str, Any]) -> set[str]:
     return {"\n\n".join(parts).strip()}
 
 
-def parse_alpaca(record: Mapping[str, Any]) -> tuple[Message, ...]:
+def parse_alpaca(record: Mapping[str, Any], keys: RecordKeys) -> tuple[Message, ...]:
     """Return the earlier turns of an Alpaca record, and its question."""
     instruction, input_text = (record.get(key) or "" for key in ("instruction", "input"))
     if not isinstance(instruction, str) or not isinstance(input_text, str):
         raise ValueError("has an instruction, input or output that is not a text")
     return (
         *parse_history(record),
-        Message("user", f"{instruction}\n\n{input_text}" if input_text else instruction),
+        keys.question("\n\n".join(it for it in (instruction, input_text) if it.strip())),
     )
 
 

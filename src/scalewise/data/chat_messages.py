@@ -54,6 +54,12 @@ METADATA_KEYS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Keys that describe a record or a turn and are not part of the conversation."""
+TRANSCRIPT_END = re.compile(r"(^|\n)\s*(assistant|gpt|ai|bot)\s*:\s*$", re.IGNORECASE)
+"""End of a text that contains several turns, as in HH-RLHF: a header of the answer."""
+TRANSCRIPT_NOTE = (
+    "questions that end with the header of an answer, such as 'Assistant:', read as one turn "
+    "(to read them as several, use records with messages)"
+)
 TRAINING_KEY_PATTERN = re.compile(
     "weight|train|loss|mask|learn|label|kto|reward|margin", re.IGNORECASE
 )
@@ -164,6 +170,12 @@ class RecordKeys:
         """Count an ignored key."""
         self._notes[f"ignored key {format_value(key)}, occurrences"] += 1
 
+    def question(self, text: str) -> Message:
+        """Return a question, and count one that is a transcript of several turns."""
+        if TRANSCRIPT_END.search(text):
+            self._notes[TRANSCRIPT_NOTE] += 1
+        return Message("user", text)
+
 
 def _is_annotation(key: str, value: object) -> bool:
     """Whether the key of a number marks it as metadata."""
@@ -199,6 +211,11 @@ def parse_turn(turn: object, keys: RecordKeys) -> Message:
     if role == "tool":
         read_keys |= {"tool_call_id"}
     fields = keys.select_fields(turn, read_keys)
+    if turn.get("channel") not in (None, "", "final"):
+        raise ValueError(
+            f"has a turn in the channel {turn['channel']!r}, which is not supported: put its text "
+            f"into {REASONING_KEYS[0]} of the answer, or set data.ignore_keys=[channel]"
+        )
     content = _content_text(_first_value(turn, CONTENT_KEYS), keys)
     extra_fields: dict[str, Any] = {k: fields[k] for k in ("name", "tool_call_id") if k in fields}
     if reasoning := _first_value(fields, REASONING_KEYS):
@@ -210,12 +227,11 @@ def parse_turn(turn: object, keys: RecordKeys) -> Message:
             list(_iter_tool_calls(_parse_json(content, "a function_call"))),
             None,
         )
-    elif "tool_calls" in fields:
-        extra_fields["tool_calls"] = list(
-            _iter_tool_calls(_parse_json(fields["tool_calls"], "tool_calls"))
-        )
-    elif "function_call" in fields:
-        extra_fields["tool_calls"] = list(_iter_tool_calls(fields["function_call"]))
+    else:
+        key = "tool_calls" if "tool_calls" in fields else "function_call"
+        if calls := _parse_json(fields.get(key), key):
+            extra_fields["tool_calls"] = list(_iter_tool_calls(calls))
+    check_json(extra_fields.get("tool_calls"), "tool_calls")
     if content is None and "tool_calls" not in extra_fields:
         text = "value" if "from" in turn else "content"
         raise ValueError(f"has a turn without a text in {text!r}")
@@ -248,6 +264,14 @@ def _part_text(part: object, keys: RecordKeys) -> str:
     if not isinstance(text, str):
         raise ValueError("has a turn with a part that is not a text")
     return text
+
+
+def check_json(value: object, name: str) -> None:
+    """Raise ``ValueError`` for a value that is not JSON, such as a time of a parquet file."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has {name} that cannot be written as JSON ({error})") from error
 
 
 def _parse_json(value: object, name: str) -> Any:

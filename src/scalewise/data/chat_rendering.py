@@ -22,11 +22,14 @@ from typing import Any
 
 from scalewise.compat.hugging_face import compile_template
 from scalewise.data.message_forms import (
+    REASONING_KEY,
     Messages,
+    check_turns,
     choose_message_form,
     contains_text,
     has_arguments,
     is_answer,
+    renders_same,
 )
 
 GENERATION_MARK = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -35,7 +38,6 @@ MAX_TEXT_FACTOR, TEXT_ALLOWANCE = 100, 1_000_000
 """Maximum characters of a rendered text: a factor of its conversation's, plus a constant."""
 TIMED_MESSAGES = 50
 """Number of messages per time limit; each message is rendered with all before it."""
-REASONING_KEY = "reasoning_content"
 MAX_MEMORY_BYTES = 1 << 30
 """Memory that rendering may allocate, in bytes."""
 
@@ -106,7 +108,9 @@ class TemplateRenderer:
 
     def render_prompt(self, request: RenderRequest) -> str:
         """Return the text of a conversation up to the answer to generate."""
-        return self.render_text(request, self._choose_message_form(request)[0], prompt=True)
+        messages, text = self._choose_message_form(request)
+        self._check_complete(request, messages, text)
+        return self.render_text(request, messages, prompt=True)
 
     def render_chat(self, request: RenderRequest) -> RenderedChat:
         """Return the text of a conversation and the parts of it to train on.
@@ -164,37 +168,17 @@ class TemplateRenderer:
     def _check_complete(self, request: RenderRequest, messages: Messages, text: str) -> None:
         """Raise ``ValueError`` for a part of the conversation that the template omits."""
         for key in ("tools", "documents"):
-            if getattr(request, key) and self._renders_same(request, messages, text, **{key: None}):
+            omitted: dict[str, Any] = {key: None}
+            render = partial(self.render_text, replace(request, **omitted))
+            if getattr(request, key) and renders_same(render, messages, text):
                 raise ValueError(f"has {key}, which the chat template omits")
-        for index, message in enumerate(messages):
-            if not is_answer(message) and not contains_text(text, message["content"]):
-                changed = [*messages]
-                changed[index] = message | {"content": "?"}
-                if self._renders_same(request, changed, text):
-                    role = message["role"]
-                    reason = f"has a turn of {role!r}, which the chat template omits"
-                    raise ValueError(reason)
-            for key in ("tool_calls", REASONING_KEY, "name"):
-                if key not in message or (key == "name" and message["role"] == "tool"):
-                    continue
-                if key == REASONING_KEY and contains_text(text, message[key]):
-                    continue
-                prefix = messages[: index + 1]
-                without = {k: v for k, v in message.items() if k != key}
-                if self._renders_same(
-                    request, [*prefix[:-1], without], self.render_text(request, prefix)
-                ):
-                    reason = f"has {key} in a turn, which the chat template omits"
-                    raise ValueError(reason)
-
-    def _renders_same(
-        self, request: RenderRequest, messages: Messages, text: str, **changed_fields: Any
-    ) -> bool:
-        """Whether other messages or request fields are rendered to the same text."""
-        try:
-            return self.render_text(replace(request, **changed_fields), messages) == text
-        except ValueError:
-            return False
+        template = self._select_template(request)
+        for name, value in request.variables.items():
+            if value and not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ValueError(
+                    f"has chat_template_kwargs with {name}, which the chat template omits"
+                )
+        check_turns(messages, text, partial(self.render_text, request))
 
     def render_text(
         self, request: RenderRequest, messages: Messages, *, prompt: bool = False

@@ -112,7 +112,12 @@ class PlainTemplate(ConversationTemplate):
 
     def __call__(self, conversation: Conversation) -> list[TextSegment]:
         """Return the parts of a conversation; raises ``ValueError`` for unsupported fields."""
-        unsupported = [key for key in ("tools", "documents") if getattr(conversation, key)]
+        arguments = {
+            "tools": conversation.tools,
+            "documents": conversation.documents,
+            "chat_template_kwargs": conversation.variables,
+        }
+        unsupported = [key for key, value in arguments.items() if value]
         segments = []
         for message in conversation.messages:
             unsupported += message.extra_fields

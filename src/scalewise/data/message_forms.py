@@ -11,6 +11,11 @@ from itertools import product
 from typing import Any
 
 Messages = list[dict[str, Any]]
+Render = Callable[[Messages], str]
+"""Function that returns the text of messages, or raises ``ValueError``."""
+REASONING_KEY = "reasoning_content"
+MIN_UNIQUE_CHARACTERS = 32
+"""Characters from which a content that a text contains is considered to be its own turn."""
 
 
 def is_answer(message: dict[str, Any]) -> bool:
@@ -27,6 +32,45 @@ def contains_text(text: str, content: object) -> bool:
         or content.strip() in text
         or _without_whitespace(content) in _without_whitespace(text)
     )
+
+
+def check_turns(messages: Messages, text: str, render: Render) -> None:
+    """Raise ``ValueError`` for a part of a turn that the template omits from the text."""
+    for index, message in enumerate(messages):
+        if not is_answer(message) and _may_omit(text, message["content"]):
+            changed = message | {"content": "?" if message["content"] != "?" else "!"}
+            if renders_same(render, [*messages[:index], changed, *messages[index + 1 :]], text):
+                role = message["role"]
+                raise ValueError(f"has a turn of {role!r}, which the chat template omits")
+        for key in ("tool_calls", REASONING_KEY, "name"):
+            if key not in message or (key == "name" and message["role"] == "tool"):
+                continue
+            if key == REASONING_KEY and contains_text(text, message[key]):
+                continue
+            prefix = messages[: index + 1]
+            without = {k: v for k, v in message.items() if k != key}
+            if renders_same(render, [*prefix[:-1], without], render(prefix)):
+                raise ValueError(f"has {key} in a turn, which the chat template omits")
+        calls = message.get("tool_calls", [])
+        for number in range(len(calls) if len(calls) > 1 else 0):
+            fewer = message | {"tool_calls": [*calls[:number], *calls[number + 1 :]]}
+            if renders_same(render, [*messages[:index], fewer, *messages[index + 1 :]], text):
+                reason = "has several tool_calls in a turn, of which the chat template omits"
+                raise ValueError(f"{reason} number {number + 1}")
+
+
+def renders_same(render: Render, messages: Messages, text: str) -> bool:
+    """Whether other messages are rendered to the same text."""
+    try:
+        return render(messages) == text
+    except ValueError:
+        return False
+
+
+def _may_omit(text: str, content: object) -> bool:
+    """Whether a content may be absent from a text: a short one may be part of another turn."""
+    length = len(content.strip()) if isinstance(content, str) else MIN_UNIQUE_CHARACTERS
+    return 0 < length < MIN_UNIQUE_CHARACTERS or not contains_text(text, content)
 
 
 def _without_whitespace(text: str) -> str:
@@ -103,7 +147,7 @@ def _as_object(text: str) -> object:
 
 
 def choose_message_form(
-    messages: Messages, render: Callable[[Messages], str], *, developer_role: bool
+    messages: Messages, render: Render, *, developer_role: bool
 ) -> tuple[Messages, str]:
     """Return the messages in the format that a template renders best, and the text.
 

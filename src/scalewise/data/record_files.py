@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scalewise.data.input_files import file_suffix, read_error
 from scalewise.data.text_files import (
-    REPLACEMENT,
+    DamagedText,
     Document,
     iter_json_lines,
     no_constant,
-    note_replaced,
     read_text,
     text_chunks,
+    unique_keys,
     warn_once,
 )
 from scalewise.errors import DataError
@@ -76,6 +76,7 @@ def iter_records(
     ``parse_record`` raises ``ValueError`` for invalid records. Raises ``DataError`` for a file that
     cannot be read at all.
     """
+    damaged = DamagedText(str(path))
     for number, record in _iter_file_records(path):
         try:
             if isinstance(record, ValueError):
@@ -84,6 +85,8 @@ def iter_records(
                 raise ValueError("is not an object")
             if has_nul(record):
                 raise ValueError("has a NUL character, which is not text")
+            for text in _iter_texts(record):
+                damaged.count(text)
             yield parse_record(record)
         except TemplateLimitError as error:
             raise error.with_record(f"{path.name}:{number}") from error
@@ -91,6 +94,7 @@ def iter_records(
             yield BadRecord(path, number, str(error))
         except RecursionError:
             yield BadRecord(path, number, "is nested too deeply")
+    damaged.note()
 
 
 def _iter_file_records(path: Path) -> Iterator[tuple[int, object]]:
@@ -109,7 +113,9 @@ def _iter_file_records(path: Path) -> Iterator[tuple[int, object]]:
 def _iter_json_list(path: Path) -> list[object]:
     try:
         # a lone surrogate is an error of its record, not of the file
-        records = json.loads(read_text(path), parse_constant=no_constant)
+        records = json.loads(
+            read_text(path), parse_constant=no_constant, object_pairs_hook=unique_keys
+        )
     except (ValueError, RecursionError) as error:
         reason = f"is not valid JSON ({error})"
         raise DataError.for_key("data.paths", path, reason, "repair the file") from error
@@ -159,7 +165,7 @@ def skip_nulls(
     Raises ``DataError`` for a text with a NUL character.
     """
     null_sources: list[str] = []
-    characters = replaced = 0
+    damaged = DamagedText(name)
     for source, text in texts:
         if text is None:
             null_sources.append(source)
@@ -167,9 +173,9 @@ def skip_nulls(
         if "\0" in text:
             reason = f"{source} has a NUL character in this field, which is not text"
             raise DataError.for_key("data.field", field, reason, "remove it")
-        characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
+        damaged.count(text)
         yield Document((text,), source)
-    note_replaced(name, replaced, characters)
+    damaged.note()
     if null_sources:
         count = f"{len(null_sources)} record{'s' * (len(null_sources) > 1)}"
         warn_once(f"skipped {count} of {name} without {field} (null), first: {null_sources[0]}")

@@ -30,9 +30,13 @@ PLAIN_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 CHUNK_BYTES = 1 << 20
 """Number of bytes of a plain text file that are decoded at once."""
 
-REPLACEMENT = "\ufffd"
-MIN_CHARACTERS_PER_REPLACEMENT = 1000
-"""Characters per replacement character below which a note is printed."""
+REPLACEMENT, MARK = "\ufffd", "\ufeff"
+C1_CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
+"""Control characters that no text contains, except for U+0085, a line end."""
+MIN_CHARACTERS_PER_DAMAGE = 1000
+"""Characters per damaged character below which a note is printed."""
+ISO_2022 = re.compile(r"\x1b\$[@AB(]")
+"""Escape sequence that begins two-byte characters in ISO-2022 encodings, which are ASCII bytes."""
 
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark is a prefix of it
@@ -43,6 +47,7 @@ BYTE_ORDER_MARKS = {
 }
 """Encodings by byte order mark; a file without a mark is UTF-8."""
 
+DECOMPRESS = "decompress the file, and convert the result to UTF-8"
 SAMPLE_BYTES = 1 << 16
 """Number of bytes for the detection of an encoding."""
 CONTROL_CHARACTERS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f]")
@@ -83,18 +88,18 @@ class Document:
     """File, and the line or row in it, for error messages."""
 
 
-def text_chunks(path: Path) -> Iterator[str]:
+def text_chunks(path: Path, *, notes: bool = True) -> Iterator[str]:
     """Yield the decoded text of a file in chunks, with ``\\n`` line ends.
 
     The encoding is UTF-8, or UTF-16 and UTF-32 with a byte order mark, which is removed. Raises
-    ``DataError`` with the line of invalid bytes or of a control character. Prints a note for many
-    replacement characters, which an earlier conversion has left.
+    ``DataError`` with the line of invalid bytes or of a control character. Prints notes on damaged
+    characters, unless the caller does so for its records.
     """
     encoding, mark_bytes = _bom_encoding(path)
     with open_content(path) as file:
         file.read(mark_bytes)
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), True)
-        line, is_final, characters, replaced, decoded = 1, False, 0, 0, mark_bytes
+        line, is_final, decoded, damaged = 1, False, mark_bytes, DamagedText(str(path))
         while not is_final:
             data = file.read(CHUNK_BYTES)
             is_final = len(data) < CHUNK_BYTES
@@ -109,26 +114,61 @@ def text_chunks(path: Path) -> Iterator[str]:
                 name = "NUL" if match[0] == "\0" else f"control (0x{ord(match[0]):02x})"
                 reason = f"line {line} has a {name} character, which is not text"
                 raise DataError.for_key("data.paths", path, reason, _conversion_fix(path))
+            if match := ISO_2022.search(text):
+                line += text.count("\n", 0, match.start())
+                fix = f"convert the file: iconv -f ISO-2022-JP-2 -t UTF-8 {_redirection(path)}"
+                if compression_name(path) is not None:
+                    fix = DECOMPRESS
+                reason = f"line {line} is ISO-2022 (an encoding of Japanese), not UTF-8"
+                raise DataError.for_key("data.paths", path, reason, fix)
             line += text.count("\n")
             decoded += len(data)
-            characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
+            damaged.count(text)
             if text:
                 yield text
-    note_replaced(str(path), replaced, characters)
+    if notes:
+        damaged.note()
 
 
-def note_replaced(name: str, replaced: int, characters: int) -> None:
-    """Print a note if an earlier conversion of a file has lost many characters."""
-    if replaced * MIN_CHARACTERS_PER_REPLACEMENT > characters:
-        warn_once(
-            f"{name} has {replaced:,} replacement characters (U+FFFD) among {characters:,}: "
-            "it was converted from another encoding than its own"
-        )
+class DamagedText:
+    """Numbers of characters that an earlier conversion or joining of files has left in a text."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._characters = self._replaced = self._controls = self._marks = 0
+
+    def count(self, text: str) -> None:
+        """Add the characters of a text."""
+        self._characters += len(text)
+        if text.isascii():
+            return
+        self._replaced += text.count(REPLACEMENT)
+        self._controls += len(C1_CONTROLS.findall(text))
+        self._marks += text.count(MARK)
+
+    def note(self) -> None:
+        """Print a note for many such characters, and for any byte order mark."""
+        many = self._characters / MIN_CHARACTERS_PER_DAMAGE
+        if self._replaced > many:
+            warn_once(
+                f"{self._name} has {self._replaced:,} replacement characters (U+FFFD) among "
+                f"{self._characters:,}: it was converted from another encoding than its own"
+            )
+        if self._controls > many:
+            warn_once(
+                f"{self._name} has {self._controls:,} control characters (U+0080 to U+009F) among "
+                f"{self._characters:,}: Windows-1252 was converted as if it were ISO 8859-1"
+            )
+        if self._marks:
+            warn_once(
+                f"{self._name} has {self._marks:,} byte order marks (U+FEFF) within its text, "
+                "which are tokenized: files with a mark were joined"
+            )
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file, decoded as in ``text_chunks``."""
-    return "".join(text_chunks(path))
+    """Return the text of a file of records, decoded as in ``text_chunks``."""
+    return "".join(text_chunks(path, notes=False))
 
 
 def _bom_encoding(path: Path) -> tuple[str, int]:
@@ -177,7 +217,7 @@ def iter_json_lines(path: Path) -> Iterator[tuple[int, object]]:
         byte_lines = iter_byte_lines(path, mark_bytes)
         lines: Iterable[bytes | str] = (part for raw in byte_lines for part in raw.splitlines())
     else:
-        lines = _iter_lines(text_chunks(path))
+        lines = _iter_lines(text_chunks(path, notes=False))
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -204,7 +244,7 @@ def parse_json(text: str) -> Any:
     Stricter than ``json.loads``: NaN, Infinity and lone surrogates are rejected.
     """
     try:
-        value = json.loads(text, parse_constant=no_constant)
+        value = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -215,6 +255,15 @@ def parse_json(text: str) -> Any:
         raise ValueError("is JSON that is nested too deeply") from error
     except ValueError as error:  # an integer with more digits than Python converts
         raise ValueError(f"is not valid JSON ({error})") from error
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raises ``ValueError`` for a repeated key, of which Python omits one."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise json.JSONDecodeError(f"the key {key!r} is repeated", key, 0)
     return value
 
 
@@ -263,7 +312,7 @@ def _conversion_fix(path: Path, position: int | None = None) -> str:
     Windows-1252 decodes nearly all bytes, so it is suggested only if the result looks like text.
     """
     if compression_name(path) is not None:
-        return "decompress the file, and convert the result to UTF-8"
+        return DECOMPRESS
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
         file.seek(max(0, (position or 0) - SAMPLE_BYTES // 16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from datetime import date
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from fixtures.chat_records import (
     SHAREGPT_TURNS,
     TOOL,
     USER,
-    WRAPPED_TOOL,
     read_record,
     system,
 )
@@ -42,6 +42,19 @@ RECORDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"messages": [system("Arr."), USER, ANSWER], "system": "Arr."},
         [system("Arr."), USER, ANSWER],
     ),
+    "alpaca without instruction": (
+        {"instruction": None, "input": "hello", "output": "fine"},
+        [USER, ANSWER],
+    ),
+    "alpaca with blank input": (
+        {"instruction": "hello", "input": " \n", "output": "fine"},
+        [USER, ANSWER],
+    ),
+    "no calls as text": (
+        {"messages": [USER, ANSWER | {"tool_calls": "[]", "channel": "final"}]},
+        [USER, ANSWER],
+    ),
+    "null call as text": ({"messages": [USER, ANSWER | {"function_call": "null"}]}, [USER, ANSWER]),
     "alpaca history": (
         {"instruction": "hello", "output": "fine", "history": [["a", "b"], ["c", "d"]]},
         [
@@ -141,18 +154,6 @@ def test_chat_records_are_read(name: str) -> None:
     assert tables(record) == expected
 
 
-@pytest.mark.parametrize("tools", [[WRAPPED_TOOL], [TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
-@pytest.mark.parametrize(
-    "record", [{"messages": [USER, ANSWER]}, {"conversations": SHAREGPT_TURNS}]
-)
-def test_chat_tools_are_read_in_every_form(tools: object, record: dict[str, Any]) -> None:
-    assert read_record(record | {"tools": tools}).tools == [WRAPPED_TOOL]
-
-
-def test_chat_functions_are_read_as_tools() -> None:
-    assert read_record({"messages": [USER, ANSWER], "functions": [TOOL]}).tools == [WRAPPED_TOOL]
-
-
 def test_chat_documents_and_template_variables_are_read() -> None:
     more = {"documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"thinking": True}}
     parsed = read_record({"messages": [USER, ANSWER]} | more)
@@ -248,6 +249,22 @@ REJECTED_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "two lists": (
         {"messages": [USER, ANSWER], "conversations": SHAREGPT_TURNS[:1]},
         "has conversations, which",
+    ),
+    "channel of a turn": (
+        {"messages": [USER, ANSWER | {"channel": "analysis"}]},
+        "a turn in the channel 'analysis'",
+    ),
+    "different tools": (
+        {"messages": [USER, ANSWER], "tools": [TOOL], "functions": [{"name": "other"}]},
+        "different lists in tools and functions",
+    ),
+    "time in tools": (
+        {"messages": [USER, ANSWER], "tools": [{"name": "a", "since": date(2026, 1, 1)}]},
+        "has tools that cannot be written as JSON",
+    ),
+    "bytes in a call": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "a", "x": b"y"}]}]},
+        "has tool_calls that cannot be written as JSON",
     ),
     "surrogate in tools": (
         {"messages": [USER, ANSWER], "tools": [{"name": "\ud83d"}]},

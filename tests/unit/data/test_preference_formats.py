@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 
 from scalewise.data.chat import PreferenceData, Seq2SeqData
 from scalewise.data.chat_formats import parse_pair
-from scalewise.data.chat_messages import RecordKeys
+from scalewise.data.chat_messages import TRANSCRIPT_NOTE, RecordKeys
 from scalewise.data.chat_templates import PlainTemplate
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import DataError
@@ -73,6 +74,23 @@ def test_preference_may_repeat_the_chosen_answer() -> None:
 def test_preference_is_read_with_its_prompt(name: str) -> None:
     expected_prompt = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
     assert sides(PREFERENCES[name]) == [f"{expected_prompt}fine.", f"{expected_prompt}bad."]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{"prompt": [USER, ANSWER]}, {"messages": [USER, ANSWER]}, {"conversations": SHAREGPT_TURNS}],
+    ids=lambda prompt: next(iter(prompt)),
+)
+def test_preference_prompt_that_ends_with_an_answer_is_rejected(prompt: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"an answer at the end of its {next(iter(prompt))}"):
+        sides(prompt | {"chosen": "fine", "rejected": "bad"})
+
+
+def test_preference_prompt_that_is_a_transcript_is_noted() -> None:
+    notes: Counter[str] = Counter()
+    record = {"prompt": "\n\nHuman: hello\n\nAssistant:", "chosen": " fine", "rejected": " bad"}
+    parse_pair(record, PlainTemplate("."), RecordKeys((), notes))
+    assert notes == {TRANSCRIPT_NOTE: 1}
 
 
 def test_preference_has_its_history() -> None:

@@ -6,6 +6,7 @@ from fixtures.text_documents import read_texts
 from pyarrow import parquet
 
 from scalewise.data import text_files
+from scalewise.data.record_files import iter_records
 from scalewise.data.text_files import iter_json_lines, parse_json
 from scalewise.errors import DataError
 
@@ -98,3 +99,13 @@ def test_column_of_another_type_is_rejected(tmp_path):
             DataError, match=f"data.field={field}: is a column of type {kind} in .*body"
         ):
             read_texts(tmp_path / "a.parquet", field)
+
+
+def test_damaged_text_of_records_is_noted(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text('[{"messages": [{"content": "caf\ufffd"}]}, {"x": "plain"}]', "utf-8")
+    assert len(list(iter_records(path, dict))) == 2
+    assert "a.json has 1 replacement characters (U+FFFD) among 25" in capsys.readouterr().err
+    path.write_text('[{"x": 1, "x": 2}]', "utf-8")
+    with pytest.raises(DataError, match="the key 'x' is repeated"):
+        list(iter_records(path, dict))

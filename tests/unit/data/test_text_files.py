@@ -208,3 +208,32 @@ def test_large_file_is_read_in_chunks(tmp_path, monkeypatch):
     chunks = list(text_chunks(tmp_path / "a.txt"))
     assert max(map(len, chunks)) <= 10
     assert "".join(chunks) == "ä" * 100
+
+
+def test_damage_of_an_earlier_conversion_is_noted(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("caf\xe9 \x93quoted\x94\n", "utf-8")
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8 + b"one\n" + codecs.BOM_UTF8 + b"two\n")
+    (tmp_path / "c.txt").write_text("a line end\x85 of EBCDIC\n", "utf-8")
+    for name in "abc":
+        read_texts(tmp_path / f"{name}.txt")
+    stderr = capsys.readouterr().err
+    assert "a.txt has 2 control characters (U+0080 to U+009F)" in stderr
+    assert "b.txt has 1 byte order marks (U+FEFF) within its text" in stderr
+    assert "c.txt" not in stderr
+
+
+def test_iso_2022_is_rejected_with_a_command_that_converts_it(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("one\n\u4e16\u754c\n".encode("iso2022_jp"))
+    with pytest.raises(DataError, match="line 2 is ISO-2022") as excinfo:
+        read_texts(path)
+    command = excinfo.value.issues[0].fix.removeprefix("convert the file: ")
+    subprocess.run(command, shell=True, check=True)
+    assert read_texts(tmp_path / "a-utf8.txt") == ["one\n\u4e16\u754c\n"]
+
+
+def test_repeated_key_is_rejected(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x": {"y": 1, "y": 2}}\n{"x": "one"}\n')
+    lines = [value for _, value in iter_json_lines(tmp_path / "a.jsonl")]
+    assert str(lines[0]) == "is not JSON (the key 'y' is repeated)"
+    assert lines[1] == {"x": "one"}
