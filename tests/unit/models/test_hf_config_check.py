@@ -77,6 +77,11 @@ GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_posi
 NEOX_SIZES = {
     key: size for key, size in SIZES.items() if key not in ("num_key_value_heads", "rms_norm_eps")
 }
+ALTERNATING = ["sliding_attention", "full_attention"]
+LOCAL_LINEAR = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+}
 CONFIG_OF_OLD_VERSION = {"model_type": "llama", **SIZES}
 """Format of transformers before version 5."""
 EIGHT_HEADS = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -321,6 +326,9 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"pad_token_id": None, "no_rope_layers": [0, 1]}),
     ("gemma3_text", {"head_dim": 8, "final_logit_softcapping": 30.0}),
     ("gemma2", {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma3_text", {"head_dim": 8, "layer_types": ALTERNATING, "rope_parameters": LOCAL_LINEAR}),
+    ("llama", {"rope_parameters": {"full_attention": {**OTHER_ROPE_THETA}}}),
+    ("mistral", {"sliding_window": 4, "layer_types": ALTERNATING}),
     ("gpt_neox", {"use_parallel_residual": False}),
     ("gpt_neox", {"attention_bias": False}),
     ("gpt_neox", {"hidden_act": "gelu_new"}),

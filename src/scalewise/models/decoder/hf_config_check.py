@@ -9,7 +9,12 @@ from typing import Any
 
 from scalewise import regular_files
 from scalewise.errors import ConfigIssue, format_value
-from scalewise.models.decoder.hf_config_json import ROPE_PARAMETERS, read_fields, rope_table
+from scalewise.models.decoder.hf_config_json import (
+    ROPE_PARAMETERS,
+    local_rope_table,
+    read_fields,
+    rope_table,
+)
 from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE
 from scalewise.models.decoder.hf_family import HFFamily, is_equal
 from scalewise.models.decoder.hf_names import LLAMA_OPTIONS
@@ -147,6 +152,19 @@ def _other_operator_issues(
             elif key not in fixed and key not in compared:
                 reason = f"has {setting}, which model=decoder does not implement"
                 yield ConfigIssue(KEY, weights, reason, f"{use_hf}, or remove {key} from the file")
+    local_rope = local_rope_table(config) if "rope_local_theta" in family.keys else {}
+    for key, value in local_rope.items():
+        if key != "rope_theta" and (key, value) != ("rope_type", "default"):
+            setting = f"{key}={str(value)[:MAX_SHOWN]} for sliding_attention in its config.json"
+            reason = f"has {setting}, which model=decoder does not implement"
+            yield ConfigIssue(KEY, weights, reason, use_hf)
+    has_window = "window" in family.keys and config.get("sliding_window", 0) is not None
+    implemented = "sliding_attention" if has_window else "full_attention"
+    kinds = () if family.is_gemma else config.get("layer_types") or ()
+    if other := next((kind for kind in kinds if kind != implemented), None):
+        reason = f"has {other} in layer_types of its config.json, and model=decoder "
+        reason += f"supports only {implemented}"
+        yield ConfigIssue(KEY, weights, reason, use_hf)
 
 
 def compared_keys(family: HFFamily) -> tuple[str, ...]:

@@ -39,7 +39,13 @@ def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
     one table for each kind of layer; this is that of layers without a window.
     """
     table = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    return dict(table.get("full_attention", table))
+    is_nested = "full_attention" in table and config.get("model_type") == "gemma3_text"
+    return dict(table["full_attention"] if is_nested else table)
+
+
+def local_rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters of Gemma 3's layers with a window."""
+    return dict((config.get("rope_parameters") or {}).get("sliding_attention") or {})
 
 
 def _interval(is_other: Sequence[object], key: str) -> int | None:
@@ -65,9 +71,8 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     if family.is_gemma:
         options["embedding_multiplier"] = sqrt(width)
         fields["attention_multiplier"] = 1 / sqrt(values["query_pre_attn_scalar"])
-        tables = config.get("rope_parameters") or {}
-        if "sliding_attention" in tables:
-            fields["rope_local_theta"] = tables["sliding_attention"].get("rope_theta", 1e4)
+        if local_rope := local_rope_table(config):
+            fields["rope_local_theta"] = local_rope.get("rope_theta", 1e4)
         if config.get("layer_types"):
             is_global = [kind != "sliding_attention" for kind in config["layer_types"]]
             fields["global_every"] = _interval(is_global, "layer_types")
