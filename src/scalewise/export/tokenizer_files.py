@@ -22,6 +22,7 @@ from transformers.utils.hub import (
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
 )
 
+from scalewise import regular_files
 from scalewise.checkpoints.trained_run import TOKENIZER_FILE, TrainedRun, load_tokenizer
 from scalewise.data import chat_templates
 from scalewise.data.chat import CaptionData, ChatData, LabeledText, Seq2SeqData
@@ -158,14 +159,12 @@ def _write_tokenizer_json(
         config |= {"model_max_length": trained_run.model.context}
     data, end_token = trained_run.data, getattr(trained_run.data, "end_of_text", None)
     end_token = end_token if end_token in ids else None
-    has_template = "chat_template" in config or any(
-        (target_folder / name).is_file() for name in TEMPLATE_FILES
-    )
+    template = _template_text(target_folder, config)
     is_chat = isinstance(data, ChatData) and not isinstance(
         data, CaptionData | Seq2SeqData | LabeledText
     )
     changes: dict[str, Any] = {}
-    if is_chat and not has_template:
+    if is_chat and not template:
         changes |= {"chat_template": chat_templates.PLAIN_TEMPLATE, "eos_token": end_token}
     if end_token and not (config | special_map).get("eos_token"):
         changes["eos_token"] = end_token
@@ -179,13 +178,21 @@ def _write_tokenizer_json(
     all_roles = special_map | config | changes
     roles = {role: _token_text(token) for role, token in all_roles.items() if token}
     has_answers = isinstance(data, ChatData) and not isinstance(data, LabeledText)
+    ends_answers = not (is_chat and template) or (end_token or "") in template
     return SpecialTokens(
         roles,
         ids,
         tokenizer_trained=tokenizer_folder is None,
-        answer_end_token=end_token if has_answers and not (is_chat and has_template) else None,
+        answer_end_token=end_token if has_answers and ends_answers else None,
         pad_token=roles.get("pad_token") if is_classifier else None,
     )
+
+
+def _template_text(folder: Path, config: dict[str, Any]) -> str:
+    """Return the chat templates of a folder; empty if there are none."""
+    files = [*map(folder.joinpath, TEMPLATE_FILES), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")]
+    texts = (regular_files.read_text(file) for file in files if file.is_file())
+    return "".join([str(config.get("chat_template") or ""), *texts])
 
 
 def _is_declared(trained_run: TrainedRun) -> bool:
@@ -230,8 +237,8 @@ def _write_special_ids(folder: Path, model: Path | None, special_tokens: Special
     ids: dict[str, Any] = {
         key: pretrained[key] for key in ID_KEYS if pretrained.get(key) is not None
     }
-    declared = generation.get("eos_token_id") or ids.get("eos_token_id")
-    end_ids = special_tokens.end_token_ids(declared or config.get("eos_token_id"))
+    declared = _first_set("eos_token_id", generation, ids)
+    end_ids = special_tokens.end_token_ids(_first_set("eos_token_id", generation, ids, config))
     if end_ids != declared:
         ids["eos_token_id"] = end_ids
         generation |= {"eos_token_id": end_ids} if generation else {}
@@ -242,3 +249,8 @@ def _write_special_ids(folder: Path, model: Path | None, special_tokens: Special
     write_json(folder / "config.json", config | {k: v for k, v in ids.items() if v is not None})
     if generation:
         write_json(folder / GENERATION_FILE, generation)
+
+
+def _first_set(key: str, *tables: dict[str, Any]) -> Any:
+    """Return the first value of a key that is set, which may be 0; None if there is none."""
+    return next((table[key] for table in tables if table.get(key) is not None), None)

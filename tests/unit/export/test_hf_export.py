@@ -212,6 +212,17 @@ def test_export_adds_the_trained_end_token(
     assert peer.config.eos_token_id == [2, 1]
 
 
+def test_export_adds_the_end_token_of_the_template(
+    instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    model = shutil.copytree(instruct, tmp_path / "model")
+    write_json(model / "generation_config.json", {"eos_token_id": 1})
+    overrides = (*hf(model), *chat_overrides(model), "data.end_of_text='<|eot|>'")
+    trained_run = train_run(compose, tmp_path / "run", *overrides)
+    hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
+    assert read_json(tmp_path / "out" / "generation_config.json") == {"eos_token_id": [1, 2]}
+
+
 def test_export_without_end_tokens_stops_at_end_of_text(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
