@@ -123,6 +123,11 @@ def without_a_tensor(folder: Path, name: str) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def without_head_and_config(folder: Path) -> None:
+    without_a_tensor(folder, "lm_head.weight")
+    (folder / "config.json").unlink()
+
+
 def with_a_tensor(folder: Path, name: str, shape: tuple[int, ...]) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {name: torch.zeros(shape)}, folder / "model.safetensors")
@@ -153,7 +158,8 @@ INDEX_OF_LOST_SHARD = json.dumps(
             "model-00001-of-00001.safetensors is missing",
         ),
         (partial(with_an_index, text="{"), "is not a valid index of shards"),
-        (partial(without_a_tensor, name="lm_head.weight"), "model.tied=true"),
+        (partial(without_a_tensor, name="lm_head.weight"), "of its base model, without a head"),
+        (without_head_and_config, "model.tied=true"),
         (partial(without_a_tensor, name="model.norm.weight"), "has no tensor model.norm.weight"),
         (partial(with_a_tensor, name="vision.w", shape=(2,)), "does not have: vision.w"),
         (partial(with_a_tensor, name="model.norm.weight", shape=(2,)), r"\(2,\), not"),

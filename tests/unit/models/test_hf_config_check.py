@@ -106,6 +106,8 @@ def write_config(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) 
         (LLAMA, MistralConfig(**SIZES, sliding_window=32), []),
         (LLAMA, CONFIG_OF_OLD_VERSION, []),
         (GPT2, GPT2Config(**GPT2_SIZES), []),
+        (LLAMA, LlamaConfig(**SIZES, tie_word_embeddings=True), []),
+        (dataclasses.replace(LLAMA, tied=True), LlamaConfig(**SIZES), ["tied=false"]),
         (LLAMA, LlamaConfig(**EIGHT_HEADS), ["heads=8", "kv_heads=4", "head_width=4"]),
         (LLAMA, LlamaConfig(**SIZES | {"rms_norm_eps": 1e-6}), ["norm_epsilon=1e-06"]),
         (LLAMA, LlamaConfig(**SIZES, rope_parameters=OTHER_ROPE_THETA), ["rope_theta=500000.0"]),

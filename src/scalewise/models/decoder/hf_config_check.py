@@ -111,6 +111,9 @@ def config_issues(fields: Mapping[str, Any], context: int, weights: str) -> Iter
         yield ConfigIssue(KEY, weights, reason, f"{use_hf}, or choose a model of this type")
         return
     yield from _other_operator_issues(config, family, weights, use_hf)
+    if fields["tied"] and declares_own_head(path):
+        reason = f"is false in the config.json of {weights} (tie_word_embeddings)"
+        yield ConfigIssue("model.tied", True, reason, "set model.tied=false")
     if fields["classes"]:
         expected["head_bias"] = False  # of a new head
     rope_type = expected.pop("rope_type", "default")
@@ -128,6 +131,13 @@ def config_issues(fields: Mapping[str, Any], context: int, weights: str) -> Iter
                 f"is {format_value(value)} in the config.json of {weights}",
             )
             yield ConfigIssue(key, actual, reason, f"set {format_override(key, value)}")
+
+
+def declares_own_head(weights: Path) -> bool:
+    """Whether the ``config.json`` of weights says that their head is not the embedding."""
+    file = (weights if weights.is_dir() else weights.parent) / "config.json"
+    config = json.loads(regular_files.read_text(file)) if file.is_file() else {}
+    return config.get("tie_word_embeddings") is False
 
 
 def _other_operator_issues(

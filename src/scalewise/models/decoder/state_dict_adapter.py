@@ -21,6 +21,7 @@ from scalewise.models import build, init, safetensors_files
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_config_check import declares_own_head
 from scalewise.models.decoder.hf_config_json import write_config
 from scalewise.models.decoder.hf_families import find_family
 from scalewise.models.decoder.model import DecoderModule
@@ -186,6 +187,8 @@ def _collect_parts(
 
     use_other = "set model=NAME of the checkpoint's architecture"
     untie, tie = "set model.tied=false", "set model.tied=true"
+    if missing == [head_name] and declares_own_head(Path(str(source))):
+        tie = "use the weights of the language model: these are of its base model, without a head"
     problems = (
         ("has no tensor", missing, tie if missing == [head_name] else use_other),
         ("has a tensor that the model does not have:", list(unexpected), use_other),
