@@ -63,6 +63,7 @@ _LOG_FILE = re.compile(
     rf"\$\{{hydra\.runtime\.output_dir\}}/(?:\w[\w.-]*|{_JOB_LOG})|hydra-{_JOB_LOG}"
 )
 _JOB_NAME = re.compile(r"\w[\w.-]*")
+_SUBFOLDER = re.compile(r"\.?\w[\w.-]*")
 
 FOREIGN_TARGET = "calls code outside of scalewise, which a config must not do"
 REMOVE = "remove it"
@@ -119,6 +120,10 @@ def policy_issues(config: DictConfig) -> Iterator[ConfigIssue]:
             yield from _logging_issues(key, value)
         elif name == "job":
             yield from _job_issues(value)
+        elif name == "output_subdir":
+            if value is not None and not _SUBFOLDER.fullmatch(str(value)):
+                reason = "is not the name of a folder in the run folder"
+                yield ConfigIssue(key, value, reason, f"set {key}=null")
         elif name != "overrides":  # overrides as typed, which Hydra only records
             yield from _nested_targets(key, value)
 

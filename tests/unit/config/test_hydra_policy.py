@@ -83,6 +83,8 @@ NODES: dict[str, dict[str, object]] = {
         }
     },
     "job-name": {"job": {"name": "../../evil"}},
+    "output-folder": {"output_subdir": "../../../evil"},
+    "output-folder-text": {"output_subdir": "${oc.decode:../evil}"},
     "environment": {"job": {"env_set": {"LD_PRELOAD": "evil.so"}}},
     "elsewhere": {"runtime": {"choices": {"y": calls_of("os.makedirs")}}},
 }
@@ -134,6 +136,9 @@ def test_config_group_file_cannot_run_code(
         "~hydra.launcher._recursive_",
         "+hydra.job.env_set.PYTHONPATH=x",
         "hydra.job.name=a/b",
+        "hydra.output_subdir=../../evil",
+        "hydra.output_subdir=/tmp/evil",
+        "hydra.output_subdir=..",
         "hydra.searchpath=[pkg://json]",
         "hydra.searchpath=[pkg:///json]",
     ],
@@ -175,6 +180,7 @@ def test_config_search_path_imports_no_package(
         "+hydra.sweeper.params.seed='1,2'",
         "hydra.job.env_copy=[PATH]",
         "hydra.run.dir=elsewhere",
+        "hydra.output_subdir=.hydra",
         "hydra.searchpath=[pkg://scalewise.config]",
     ],
 )
