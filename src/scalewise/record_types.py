@@ -1,12 +1,13 @@
 """Declared types of the JSON and YAML files in a run or sweep folder, and their validation.
 
 Readers rely on these types after validation. Undeclared keys are allowed, because later versions
-add keys. Numbers are finite and fit into 64 bits; integers are non-negative.
+add keys. Integers fit into 64 bits, numbers are below 1e100; integers are non-negative.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
-from math import isfinite
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -105,14 +106,20 @@ class ProcessRecord(TypedDict, total=False):
     started: float | str
 
 
+class Subfolder(str):
+    """A relative path that stays inside of its folder."""
+
+    __slots__ = ()
+
+
 class JobRecord(TypedDict):
     """A job in ``sweep.json``."""
 
     number: int
-    folder: str
+    folder: Subfolder
     status: str
     varied: Mapping[str, str]
-    planned_folder: NotRequired[str]
+    planned_folder: NotRequired[Subfolder]
     config_hash: NotRequired[str]
     overrides: NotRequired[list[str]]
     reason: NotRequired[str]
@@ -282,13 +289,18 @@ RECORDS: Mapping[str, Any] = {
 
 _TYPE_NAMES: Mapping[object, str] = {
     str: "text",
+    Subfolder: "a folder in this folder",
     int: "an integer of 0 or more",
-    float: "a number",
+    float: "a number below 1e100",
     bool: "true or false",
     NoneType: "null",
     list: "a list",
 }
 _MAX_INTEGER = 2**63
+_MAX_NAME = 255
+"""Maximum length of a file name on common file systems."""
+_MAX_NUMBER = 1e100
+"""Bound of numbers, so that sums, products and percentages of them are finite."""
 
 
 def type_mismatches(value: object, declared: Any, key: str = "") -> Iterator[str]:
@@ -337,5 +349,13 @@ def _is_scalar(value: object, kind: Any) -> bool:
         minimum = -_MAX_INTEGER if kind is float else 0
         return kind in (int, float) and minimum <= value < _MAX_INTEGER
     if isinstance(value, float):
-        return kind is float and isfinite(value)
+        return kind is float and abs(value) < _MAX_NUMBER
+    if kind is Subfolder:
+        return isinstance(value, str) and _is_subfolder(value)
     return isinstance(kind, type) and not is_typeddict(kind) and isinstance(value, kind)
+
+
+def _is_subfolder(path: str) -> bool:
+    parts = PurePath(os.path.normpath(path)).parts
+    is_inside = not os.path.isabs(path) and parts[:1] not in ((), ("..",))
+    return is_inside and all("\0" not in part and len(part) <= _MAX_NAME for part in parts)

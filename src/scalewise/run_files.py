@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any, Self
@@ -229,4 +230,12 @@ def parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
+        return None
+
+
+def parse_time(text: object) -> datetime | None:
+    """Parse a recorded time to UTC; ``None`` for other text."""
+    try:
+        return datetime.fromisoformat(str(text)).astimezone(UTC)
+    except (ValueError, OverflowError):
         return None

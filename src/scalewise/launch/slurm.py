@@ -24,7 +24,7 @@ from scalewise.launch import executor, exit_reports, flight_recorder, signals, s
 from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import Result
 from scalewise.run_config import RunConfig
-from scalewise.run_files import read_json, write_json
+from scalewise.run_files import parse_time, read_json, write_json
 from scalewise.typed_override import command_line
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
         reason = f"{outcome.reason}; {reason}"
         tail = list(outcome.log_tail) or tail
     end = datetime.now(UTC)
-    start = datetime.fromisoformat(str(status["started"]))
+    start = parse_time(status.get("started")) or end
     status |= {
         "status": name,
         "reason": reason,

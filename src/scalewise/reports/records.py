@@ -22,6 +22,7 @@ from scalewise.run_files import (
     load_json,
     parse_number,
     parse_step,
+    parse_time,
     read_csv_rows,
     read_json,
 )
@@ -253,8 +254,8 @@ def read_run(folder: Path) -> RunRecord | None:
             SettingChange(row["key"], row["default"], row["value"])
             for row in status.get("changed", ())
         ),
-        started=_parse_time(status.get("started")),
-        ended=_parse_time(status.get("ended")),
+        started=parse_time(status.get("started")),
+        ended=parse_time(status.get("ended")),
         seconds=status.get("seconds"),
         attempts=status.get("attempts") or 1,
         world_size=status.get("world_size") or 1,
@@ -292,8 +293,8 @@ def _read_sweep(folder: Path, record: dict[str, Any]) -> SweepRecord:
         answer=sweep.get("answer", ""),
         command=sweep.get("command", ""),
         subcommand=sweep.get("verb") or "train",
-        started=_parse_time(sweep.get("started")),
-        ended=_parse_time(sweep.get("ended")),
+        started=parse_time(sweep.get("started")),
+        ended=parse_time(sweep.get("ended")),
         varying={key: tuple(values) for key, values in sweep.get("varying", {}).items()},
         reference=numbers.index(reference) if reference in numbers else None,
         jobs=tuple(jobs),
@@ -371,13 +372,6 @@ def _redacted(record: dict[str, Any]) -> dict[str, Any]:
 
 def _known_numbers(entries: Mapping[str, float | None]) -> dict[str, float]:
     return {key: float(value) for key, value in entries.items() if value is not None}
-
-
-def _parse_time(text: str | None) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text or "")
-    except ValueError:
-        return None
 
 
 def report_runs(record: RunRecord | SweepRecord) -> tuple[RunRecord, ...]:

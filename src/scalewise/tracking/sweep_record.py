@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from scalewise import atomic
-from scalewise.run_files import read_json
+from scalewise.run_files import parse_time, read_json
 
 MAX_CLOCK_SKEW = 2.0
 """Seconds by which the creation time of a process may exceed its recorded start."""
@@ -32,10 +32,8 @@ def sweep_start(folder: Path) -> datetime:
 
 
 def _recorded_start(record: Mapping[str, Any], file: Path) -> datetime:
-    try:
-        return datetime.fromisoformat(str(record.get("started"))).astimezone(UTC)
-    except (ValueError, OverflowError):
-        pass
+    if (start := parse_time(record.get("started"))) is not None:
+        return start
     try:
         return datetime.fromtimestamp(file.stat().st_mtime, UTC)
     except OSError:
@@ -53,8 +51,10 @@ def is_same_process(pid: object, started: object) -> bool:
         process_id = int(str(pid))
         if isinstance(started, int | float):
             start = float(started)
+        elif (time := parse_time(started)) is not None:
+            start = time.timestamp()
         else:
-            start = datetime.fromisoformat(str(started)).timestamp()
+            return False
         process = psutil.Process(process_id)
         is_older = process.create_time() <= start + MAX_CLOCK_SKEW
         return process_id != os.getpid() and is_older and process.status() != psutil.STATUS_ZOMBIE

@@ -35,7 +35,15 @@ def test_page_of_an_invalid_summary(run_folder: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "step\n", "a,b\n1,2\n", "step,train/loss\n1,nan\n2,inf\n", "\0\0\n"]
+    "content",
+    [
+        "",
+        "step\n",
+        "a,b\n1,2\n",
+        "step,train/loss\n1,nan\n2,inf\n",
+        "step,train/loss\n1,1e308\n2,-1e308\n3,1e308\n",
+        "\0\0\n",
+    ],
 )
 def test_page_of_invalid_metrics(run_folder: Path, content: str) -> None:
     (run_folder / "metrics.csv").write_text(content, "utf-8")
@@ -48,8 +56,30 @@ def test_page_reports_a_nan_loss(run_folder: Path) -> None:
     assert "becomes non-finite at step 3" in words(text_of(write_page(run_folder)))
 
 
-def test_page_omits_an_invalid_start_time(tmp_path: Path) -> None:
-    assert write_page(make_run(tmp_path / "r", started="yesterday")).exists()
+@pytest.mark.parametrize("time", ["yesterday", "0001-01-01T00:00:00+23:59", "9999-12-31T23:59-23"])
+def test_page_omits_an_invalid_start_time(time: str, tmp_path: Path) -> None:
+    assert write_page(make_run(tmp_path / "r", started=time)).exists()
+
+
+def test_page_of_jobs_with_and_without_a_time_zone(tmp_path: Path) -> None:
+    zones = ("", "+00:00")
+    sweep = make_sweep(
+        tmp_path / "s",
+        {"seed": [1, 2]},
+        lambda number, varied: {
+            "started": f"2026-11-29T01:51:38{zones[number]}",
+            "ended": f"2026-11-29T01:52:38{zones[number]}",
+            "machine": {"device": "cpu"},
+        },
+    )
+    assert write_page(sweep).exists()
+
+
+@pytest.mark.parametrize("number", [1e308, -1e308])
+def test_page_of_numbers_whose_sums_overflow(number: float, tmp_path: Path) -> None:
+    plan = {"plan/peak_bytes": number, "plan/step_s": number, "ledger": {"a": number, "b": number}}
+    metrics = {"train/loss": number, "time/step_s": number}
+    assert write_page(make_run(tmp_path / "r", plan=plan, metrics=metrics)).exists()
 
 
 @pytest.mark.parametrize(
@@ -63,6 +93,7 @@ def test_page_omits_an_invalid_start_time(tmp_path: Path) -> None:
         {"cures": [{"override": "a=b"}]},
         {"log_tail": 3},
         {"seconds": "long"},
+        {"seconds": 1e308},
         {"world_size": None},
         {"attempts": True},
         {"command": None},

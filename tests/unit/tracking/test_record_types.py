@@ -49,14 +49,28 @@ def test_record_of_declared_types_is_accepted() -> None:
         ({"attempts": True}, "attempts is true, not an integer of 0 or more"),
         ({"attempts": 2**63}, f"attempts is {2**63}, not an integer of 0 or more"),
         ({"exit_code": -7}, "exit_code is -7, not an integer of 0 or more or null"),
-        ({"seconds": float("nan")}, "seconds is nan, not a number"),
-        ({"seconds": 10**400}, f"seconds is 1{'0' * 119}..., not a number"),
+        ({"seconds": float("nan")}, "seconds is nan, not a number below 1e100"),
+        ({"seconds": float("inf")}, "seconds is inf, not a number below 1e100"),
+        ({"seconds": -1e308}, "seconds is -1e+308, not a number below 1e100"),
+        ({"seconds": 10**400}, f"seconds is 1{'0' * 119}..., not a number below 1e100"),
         ({"git_dirty": 1}, "git_dirty is 1, not true or false or null"),
         ({"machine": {"cores": "4"}}, "machine.cores is 4, not an integer of 0 or more"),
     ],
 )
 def test_record_value_of_another_type_is_named(change: dict[str, object], expected: str) -> None:
     assert mismatches(**change) == [expected]
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc", "..", "../x", "a/../..", "", ".", "a\0b", "x" * 300, "0/" + "x" * 300]
+)
+@pytest.mark.parametrize("key", ["folder", "planned_folder"])
+def test_job_outside_of_its_sweep_is_rejected(key: str, path: str) -> None:
+    job = {"number": 0, "folder": "0", "planned_folder": "lr/0", "status": "ok", "varied": {}}
+    assert not [*type_mismatches({"jobs": [job]}, RECORDS["sweep.json"])]
+    (reason,) = type_mismatches({"jobs": [job | {key: path}]}, RECORDS["sweep.json"])
+    assert reason.startswith(f"jobs[0].{key} is ")
+    assert reason.endswith(", not a folder in this folder")
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise import goodput
 from scalewise.goodput import ATTEMPTS_FILE, AttemptProgress
-from scalewise.run_files import copy_file, read_json
+from scalewise.run_files import copy_file, parse_time, read_json
 from scalewise.step_counts import StepCounts
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
 from scalewise.training.callbacks.metrics_recorder import Row
@@ -101,7 +100,5 @@ class AttemptRecorder(Callback):
 
 def _job_start(folder: Path) -> float | None:
     """Start of the first attempt at a job, in seconds since 1970; None if it is not recorded."""
-    try:
-        return datetime.fromisoformat(read_json(folder / "status.json")["started"]).timestamp()
-    except (KeyError, ValueError):
-        return None
+    start = parse_time(read_json(folder / "status.json").get("started"))
+    return None if start is None else start.timestamp()
