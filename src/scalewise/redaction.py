@@ -35,9 +35,9 @@ MAX_PHRASE_LENGTH = 24
 """Several words joined by ``-``, ``_``, ``.`` or spaces that are shorter are never a secret."""
 
 _SECRET_WORD = re.compile(
-    r"(?:KEYS?|TOKEN|SECRETS?|PASS|PASSWD|PASSWORDS?|PASSPHRASE|PASSCODE|PWD|AUTH|AUTHORIZATION"
-    r"|BEARER|CREDENTIALS?|CREDS?|COOKIES?|WEBHOOKS?|MNEMONICS?|SESS(?:ION)?ID"
-    r"|\b(?:DSN|JWT|PAT|SAS|UNSEAL))V?\d*$"
+    r"(?:KEYS?|TOKEN|SECRETS?|PASS|PASSWD|PASSWORDS?|PASSPHRASE|PASSCODE|PWD|PSWD|AUTH"
+    r"|AUTHORIZATION|BEARER|CREDENTIALS?|CREDS?|COOKIES?|WEBHOOKS?|MNEMONICS?|SESS(?:ION)?ID"
+    r"|\b(?:CSRF|DSN|JWT|PAT|PSK|PW|PWORD|SAS|UNSEAL))V?\d*$"
 )
 _SECRET_ENDINGS = re.compile(
     r"\b(?:SIGNATURES?|ENCRYPTION|SALT|PRIVATE|CERT|CERTIFICATE|HMAC|PIN|T?OTP|SESSION ID"
@@ -47,10 +47,14 @@ _SECRET_ENDINGS = re.compile(
 _NOT_SECRET = ("PWD", "OLDPWD", "XDG_SESSION_ID", "TERM_SESSION_ID", "ITERM_SESSION_ID")
 _PATH_WORDS = ("PATH", "FILE", "DIR", "SOCK", "HOME", "HELPER")
 _ASSIGNED = re.compile(
-    r"(?i)(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key)"
-    r"[\"']?\s*[=:]\s*(?:\"([^\"]+)\"|'((?:[^'\\]|\\.)+)'|[\"']?([^\s;&,\"'}]+))"
+    r"(?i)(?:(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key)[\"']?\s*[=:]\s*"
+    r"|--[\w-]*(?:password|passwd|secret|token|api-?key)\s+"
+    r"|\bauthorization\s*[=:]\s*(?:\w+\s+)?|\bbasic\s+(?=[\w+/-]*[\d=]))"
+    r"(?:\"([^\"]+)\"|'((?:[^'\\]|\\.)+)'|[\"']?([^\s;&,\"'}]+))"
 )
+"""A secret after its key, as an option of a command, or in an HTTP header."""
 _IN_URL = re.compile(r"://([^\s/:@]*):(\S+)@")
+_BEFORE_HOST = re.compile(r"(?<!\S)[\w.+-]+:([^\s/@]+)@(?!sha\d+:)[\w.-]+")
 _USER_IN_URL = re.compile(r"://([^\s/:@]{12,})@")
 _PLAIN = re.compile(r"(?:[A-Z]?[a-z]+|[A-Z]+)([-_. /:](?:[A-Z]?[a-z]+|[A-Z]+))*")
 _NUMBER = re.compile(r"(?i)[\d\s.,:/+_T-]+|0x[\da-f]+|[+-]?(?:\d+\.?\d*|\.\d+)e[+-]?\d+")
@@ -175,9 +179,9 @@ def reveals_secret(name: str, value: str) -> bool:
 
     Stricter than :func:`redact`: with a secret's name, any word is a secret.
     """
-    is_path = value.startswith("/") and os.path.exists(value)
-    has_secret_name = is_secret_name(name) and not is_path
-    return has_secret_name or _ASSIGNED.search(value) is not None or contains_secret(value)
+    if is_secret_name(name) and not (value.startswith("/") and os.path.exists(value)):
+        return True
+    return any(it.search(value) for it in (_ASSIGNED, _BEFORE_HOST)) or contains_secret(value)
 
 
 def is_secret_name(name: str) -> bool:
@@ -299,6 +303,7 @@ def _secrets_in_value(name: str, value: str) -> Iterator[str]:
         # Plain words are redacted together with their key only.
         if quoted and " " in quoted and not _is_distinct(quoted):
             yield match[0]
+    yield from filter(_is_distinct, _BEFORE_HOST.findall(value))
     yield from (match[0] for match in API_KEY_PATTERN.finditer(value))
     if "://" in value:
         yield from filter(_is_distinct, _secrets_in_url(name, value))
