@@ -13,8 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError
 
+from scalewise import typed_override
 from scalewise.config import paths
 from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.launchers import launcher_issues
@@ -143,11 +144,22 @@ def _parse_override(text: str, issues: list[ConfigIssue]) -> Override | None:
     except Exception:  # the parser raises several types
         override = None
     if override is None or not override_key(override).strip("./@ "):
-        issues.append(
-            ConfigIssue("", "", f"cannot parse the override '{format_value(text)}'", GRAMMAR)
-        )
+        key, _, value = text.partition("=")
+        quoted = typed_override.override(key, value)
+        fix = GRAMMAR if _is_rejected(quoted) else f"write {shell_word(quoted)}"
+        issues.append(ConfigIssue("", "", f"cannot parse the override '{format_value(text)}'", fix))
         return None
     return override
+
+
+def _is_rejected(override: str) -> bool:
+    """Return whether an override of the defaults is rejected."""
+    try:
+        config = compose("config", overrides=[override], return_hydra_config=True)
+        parse_run(config, (), [override], check_machine=False)
+    except Exception:  # Hydra raises many types for malformed overrides
+        return True
+    return False
 
 
 def _option_names(group: str, loader: ConfigLoader) -> list[str]:
@@ -202,7 +214,22 @@ def _issue_from_conflict(
             reason = f"sets keys that {choice} lacks, such as {key}"
             fix = f"remove it, or choose another {override_key(override)}"
             return ConfigIssue(override_key(override), display_value(override), reason, fix)
-    return ConfigIssue(override_key(override), display_value(override), first_sentence(error))
+    if isinstance(error.__context__, ConfigKeyError) and override_key(override) in paths.PRESETS:
+        return _unknown_key_issue(override, error.__context__)
+    fix = "set 'callbacks=[]'" if override_key(override) == "callbacks" else "remove it"
+    return ConfigIssue(override_key(override), display_value(override), first_sentence(error), fix)
+
+
+def _unknown_key_issue(preset: Override, error: ConfigKeyError) -> ConfigIssue:
+    """Config issue of a key that does not exist, in the file of an experiment or sweep."""
+    key, name = str(error.full_key), str(error.key)
+    names = [field.name for field in dataclasses.fields(error.object_type)]  # type: ignore[arg-type]
+    fix = did_you_mean(name, names)
+    if "." in name:
+        parts = name.split(".")
+        fix = f"write it in nested form, {': {'.join(parts)}: VALUE{'}' * (len(parts) - 1)}"
+    reason = f"its file sets {format_value(key)}, which is no key of the config"
+    return ConfigIssue(override_key(preset), display_value(preset), reason, fix)
 
 
 def _missing_option_issue(preset: Override, error: MissingConfigException) -> ConfigIssue:
@@ -241,7 +268,10 @@ def _hydra_issues(
         result = _try_compose([*compatible_overrides, override_text(override)])
         if isinstance(result, Exception):
             yield ConfigIssue(
-                override_key(override), display_value(override), first_sentence(result)
+                override_key(override),
+                display_value(override),
+                first_sentence(result),
+                "remove it",
             )
 
 

@@ -42,7 +42,8 @@ def value_issues(
     if not adds and not _exists(config, key):
         shown_value = display_value(override)
         fix = _closest_key(key, config, loader)
-        if _accepts_new_keys(key.rpartition(".")[0], config) and not fix.startswith("did you mean"):
+        is_new = _accepts_new_keys(key.rpartition(".")[0], config) and not override.is_delete()
+        if is_new and not fix.startswith("did you mean"):
             fix = f"to add an entry, write {shell_word(f'+{key}={shown_value}')}"
         yield ConfigIssue(key, shown_value, "no such key", fix)
         return
@@ -168,6 +169,8 @@ def first_sentence(error: Exception) -> str:
     """First sentence of an exception of Hydra or OmegaConf."""
     if isinstance(error, RecursionError):
         return "is nested too deeply"
+    if type(error) is KeyError:  # of an environment variable; its text is the name alone
+        return f"names {error}, which is not set"
     lines = str(error).strip().splitlines()
     if len(lines) > 1 and lines[0].endswith(COMPOSING):
         return f"{lines[0].partition(':')[0]}: {lines[1].strip()}"

@@ -22,6 +22,8 @@ FILES = {
     "experiment/model_only.yaml": "# @package model\nwidth: 64\n",
     "experiment/broken.yaml": "trainer: [1\n",
     "experiment/unknown_key.yaml": "optimizer: {speed: 3}\n",
+    "experiment/dotted_key.yaml": "optimizer.lr: 3\n",
+    "experiment/misspelt_key.yaml": "sede: 3\n",
     "experiments/as_in_the_tree.yaml": SMOKE_EXPERIMENT,
     "sweep/copy.yaml": (paths.project_root() / "sweeps" / "learning_rate.yaml").read_text("utf-8"),
     "model/mine.yaml": (paths.project_root() / "conf" / "model" / "decoder_nano.yaml").read_text(
@@ -70,7 +72,17 @@ def test_user_folder_package_is_imported(folder: str) -> None:
         (["model=min"], "model=min: no such option; did you mean mine?"),
         (
             ["experiment=unknown_key"],
-            "experiment=unknown_key: In 'experiment/unknown_key': Key 'speed' not in 'AdamWConfig'",
+            "experiment=unknown_key: its file sets optimizer.speed, which is no key of the config; "
+            "did you mean",
+        ),
+        (
+            ["experiment=dotted_key"],
+            "its file sets optimizer.lr, which is no key of the config; "
+            "write it in nested form, optimizer: {lr: VALUE}",
+        ),
+        (
+            ["experiment=misspelt_key"],
+            "sets sede, which is no key of the config; did you mean seed?",
         ),
         (["experiment=broken"], "broken.yaml cannot be read: while parsing"),
     ],
