@@ -156,4 +156,7 @@ def _complete(arguments: list[str]) -> int:
     from scalewise.config.app import run_command
     from scalewise.config.command import Command
 
-    return run_command(Command(), ["-sc", *arguments[1:]])
+    try:
+        return run_command(Command(), ["-sc", *arguments[1:]])
+    except ScalewiseError:  # the command being typed is rejected when it is run
+        return 0

@@ -48,6 +48,11 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
     if flags.hydra_help:
         console.print_lines(*flag_help())
         return 0
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        reason, fix = "the current folder has been deleted", "cd to another folder"
+        raise ConfigError.for_key("", "", reason, fix) from None
     created_folders: list[Path] = []
     user_folder = Path(flags.config_dir).absolute() if flags.config_dir else None
     context = CommandContext(command, user_folder, tuple(flags.overrides))

@@ -215,6 +215,15 @@ def test_rejected_name_creates_no_folder(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_deleted_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for arguments in ([], ["experiment=smoke"], ["-m", "seed=1,2"]):
+        with pytest.raises(ConfigError, match=r"the current folder has been deleted; cd to"):
+            run_command(FailIfRun(), arguments)
+
+
 def test_existing_parent_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
