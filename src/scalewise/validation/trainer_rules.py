@@ -38,6 +38,10 @@ def _schedule_free_issues(optimizer: ScheduleFreeConfig, run: RunConfig) -> Iter
     if optimizer.shard:
         reason = "is not supported with optimizers that average weights"
         yield ConfigIssue("optimizer.shard", True, reason, "set optimizer.shard=false")
+    if isinstance(run.parallelism, DDPConfig) and not run.parallelism.averages_gradients:
+        reason = "keeps a second copy of the weights, which local SGD does not average over ranks"
+        fix = "set optimizer=adamw, or parallelism.comm_hook=none"
+        yield ConfigIssue("optimizer", run.option("optimizer"), reason, fix)
 
 
 def _parameter_issues(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[ConfigIssue]:
@@ -165,7 +169,7 @@ def _sequence_warmup_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         return
     option, names = "trainer.sequence_warmup", [*trainer.sequence_warmup]
     without = f"set {format_override(option, {})}"
-    if not isinstance(run.objective, CausalLM):
+    if type(run.objective) is not CausalLM:  # its subclasses have labels at the end of a sample
         chosen = run.option("objective")
         reason = f"truncates samples, which objective={chosen} reads as a whole"
         yield ConfigIssue(option, names, reason, f"{without}, or objective=causal_lm")

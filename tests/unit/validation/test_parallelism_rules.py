@@ -239,6 +239,15 @@ REJECTED_MESHES: list[RejectionCase] = [
         "optimizer.shard=false",
     ),
     (
+        [
+            *("parallelism=ddp", "parallelism.comm_hook=post_local_sgd"),
+            *("optimizer=schedule_free", "schedule=constant"),
+        ],
+        "optimizer",
+        "keeps a second copy of the weights, which local SGD does not average over ranks",
+        "parallelism.comm_hook=none",
+    ),
+    (
         ["parallelism=ddp", "parallelism.static_graph=true", "trainer.global_batch=40"],
         "parallelism.static_graph",
         "fails with 3 micro-batches per step",

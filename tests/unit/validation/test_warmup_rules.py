@@ -1,6 +1,7 @@
 """Rules of batch-size and sequence-length warm-up: each rejection has a fix that works."""
 
 import pytest
+from fixtures.hf_checkpoints import RANDOM_T5
 from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
 
 pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
@@ -123,6 +124,21 @@ RULES: list[RejectionCase] = [
                 ["objective=dpo", "data=corpus_pairs"],
                 "trainer.sequence_warmup",
                 "truncates samples, which objective=dpo reads as a whole",
+                "'trainer.sequence_warmup={}', or objective=causal_lm",
+            ),
+            (
+                [
+                    *("objective=classification", "data=corpus_classes"),
+                    *("model.classes=2", "model.tied=false"),
+                ],
+                "trainer.sequence_warmup",
+                "truncates samples, which objective=classification reads as a whole",
+                "'trainer.sequence_warmup={}', or objective=causal_lm",
+            ),
+            (
+                [*RANDOM_T5, "objective=seq2seq", "data=synthetic", "data.target_length=8"],
+                "trainer.sequence_warmup",
+                "truncates samples, which objective=seq2seq reads as a whole",
                 "'trainer.sequence_warmup={}', or objective=causal_lm",
             ),
             (
