@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fixtures.compatibility_matrix import EXPERTS
 from fixtures.strategies import TINY_DECODER
 
 from scalewise import ConfigError, compose
@@ -51,6 +52,16 @@ def test_experts_are_reduced_like_a_dense_feedforward() -> None:
     assert isinstance(run.model, DecoderConfig)
     assert small.experts == run.model.experts
     assert (small.width, small.expert_dim) == (64, 16)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_experts_with_capacity_drop_no_token(width: int) -> None:
+    """Which tokens are dropped depends on the ranks, so one device would drop others."""
+    capacity = ("model.capacity_factor=0.5", "parallelism=fsdp", f"verify.width={width}")
+    run = compose([*EXPERTS, "data=synthetic", "data.sequence=32", "tracking=none", *capacity])
+    model = reduce_run(run).model
+    assert isinstance(model, DecoderConfig)
+    assert model.expert_capacity(64) == 64
 
 
 def test_small_run_keeps_mup_with_half_its_width_as_base_model() -> None:

@@ -309,11 +309,14 @@ class DecoderConfig(DecoderArchitecture):
         """Return a small copy with random weights; heads are at least 8 features wide.
 
         The number of query heads per key head stays the same if it divides the number of heads. A
-        base model of muP has half the width, and as many heads.
+        base model of muP has half the width, and as many heads. The capacity of experts, which
+        depends on the ranks, takes all tokens.
         """
         layers = min(layers, self.layers)
         dense_layers = min(self.dense_layers, max(0, layers - 1))
         small = replace(self, layers=layers, dense_layers=dense_layers, weights=None, dropout=0.0)
+        if self.capacity_factor is not None:
+            small = replace(small, capacity_factor=self.routed_experts / self.experts_per_token)
         if width is None or width >= self.width:
             return small
         heads = max(
