@@ -17,7 +17,7 @@ from scalewise.planner import host_memory
 from scalewise.planner.bottleneck import bottleneck_hint
 from scalewise.planner.fit_check import UNBALANCED_LOAD, FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
-from scalewise.planner.plan import Plan, SweepTotals
+from scalewise.planner.plan import Plan, SweepTotals, training_seconds
 from scalewise.planner.step_parts import step_part_title
 from scalewise.planner.step_time import predict_collective_seconds
 from scalewise.run_config import RunConfig
@@ -319,21 +319,26 @@ def _print_time(console: Console, plan: Plan) -> None:
         console.print(
             f"Not included: transfer time of offloaded data; set {options}", style="yellow"
         )
-    steps = plan.run.num_steps(samples=plan.run.global_batch)
-    tokens = plan.run.tokens_in_step.before(steps)
     for until_step, step_tokens in plan.run.tokens_in_step.stages:
         text = f"{plan.run.samples_per_step.at(until_step - 1)} samples"
         if plan.run.trainer.sequence_warmup:
             text += f" of {plan.run.sequence_per_step.at(until_step - 1)} tokens"
         seconds = format_seconds(plan.stage_seconds[step_tokens])
         console.print(f"Until step {until_step:,}: {text} in a step, {seconds}")
-    parts = [
-        f"Training time: {format_seconds(plan.seconds_for_steps(steps) or 0.0)} "
-        f"for {format_count(tokens)} tokens"
-    ]
+    parts = [_training_time_text(plan)]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)
     if dollars is not None:
         parts.append(f"{format_dollars(dollars)} per billion tokens")
     if kwh is not None:
         parts.append(f"{kwh:,.0f} kWh per billion tokens")
     console.print(", ".join(parts))
+
+
+def _training_time_text(plan: Plan) -> str:
+    """Predicted time of the whole run, or why it is unknown."""
+    run, seconds = plan.run, training_seconds(plan)
+    if seconds is None:
+        epochs = f"trainer.max_epochs={run.trainer.max_epochs or 0:g}"
+        return f"Training time not predicted: the steps of {epochs} depend on the data"
+    tokens = run.tokens_in_step.before(run.num_steps(samples=0))
+    return f"Training time: {format_seconds(seconds)} for {format_count(tokens)} tokens"

@@ -9,7 +9,7 @@ import pytest
 from fixtures.strategies import LLAMA_8B
 
 from scalewise.commands.plan_json import plan_content
-from scalewise.commands.show_plan import NO_TIME, print_totals
+from scalewise.commands.show_plan import NO_TIME, print_plan, print_totals
 from scalewise.errors import ConfigError
 from scalewise.planner.fit_check import reject_unfit
 from scalewise.planner.plan import Plan, build_plan, sum_plans
@@ -143,6 +143,17 @@ def test_sweep_table_hints_at_missing_rates(
     stdout = capsys.readouterr().out
     assert "; 1 without a predicted time" in stdout
     assert (NO_TIME in stdout) == expects_hint
+
+
+def test_training_time_of_epochs_is_not_that_of_a_step(
+    compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
+    print_plan(build_plan(compose(*H100, *epochs, check_machine=False)))
+    stdout = capsys.readouterr().out
+    reason = "the steps of trainer.max_epochs=2 depend on the data"
+    assert f"Training time not predicted: {reason}" in " ".join(stdout.split())
+    assert "per billion tokens" in stdout
 
 
 def test_rejected_job_shows_the_memory_breakdown(compose: Compose) -> None:
