@@ -55,7 +55,7 @@ def print_heading(job_spec: JobSpec) -> None:
         f" x {run.accumulation} accumulation steps)",
     )
     if stages := run.samples_per_step.stages:
-        texts = [f"{samples} until step {until_step:,}" for until_step, samples in stages]
+        texts = [f"{samples} samples until step {until_step:,}" for until_step, samples in stages]
         print_lines(f"Batch warm-up: {', '.join(texts)}")
     if stages := run.sequence_per_step.stages:
         texts = [f"{tokens} tokens until step {until_step:,}" for until_step, tokens in stages]

@@ -279,11 +279,12 @@ def _rank_weights(
     block, other = weight_census_by_kind(quantization, adapter, model)
     groups: dict[str, list[Weight]] = {name: [] for name in ("all", *model.end_modules, "root")}
     for weight in other:
-        if any(_is_in_stage(stage, weight, tied) for stage in stages):
-            owners = (name for name in model.end_modules if weight.name.startswith(f"{name}."))
-            sharded = shard_weight(weight, styles, ranks) if ranks > 1 else weight
-            groups["all"].append(sharded)
-            groups[next(owners, "root")].append(sharded)
+        owners = (name for name in model.end_modules if weight.name.startswith(f"{name}."))
+        sharded = shard_weight(weight, styles, ranks) if ranks > 1 else weight
+        # The first and the last stage of a V-shaped schedule each have a copy of a tied weight.
+        copies = [sharded] * sum(_is_in_stage(stage, weight, tied) for stage in stages)
+        groups["all"].extend(copies)
+        groups[next(owners, "root")].extend(copies)
     every, *ends, root = (_unique(WeightGroup(weights)) for weights in groups.values())
     return _shard_block(block, styles, ranks, expert_ranks), FSDPGroups(every, root, *ends)
 

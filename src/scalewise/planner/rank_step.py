@@ -188,8 +188,7 @@ class RankStep:
         self.fresh_gradients = not adds_in_place if fsdp is not None else not self.gradients_persist
         # Blocks of several kinds are measured together, with a gradient that waits for the other.
         self.has_tied_weights = (
-            states.has_embedding
-            and states.has_head
+            any(stage.is_first and stage.is_last for stage in states.stages)
             and bool(configs.model.tied_weights)
             and configs.model.has_equal_blocks
         )

@@ -369,3 +369,13 @@ def test_plan_price_counts_all_devices(compose: Compose) -> None:
 
 def test_plan_record_has_the_memory_limit(compose: Compose) -> None:
     assert plan_record(compose(*LLAMA_8B_STEP, check_machine=False))["limit_bytes"] == 80 * GIB
+
+
+def test_v_shaped_pipeline_has_two_copies_of_a_tied_weight(compose: Compose) -> None:
+    """As measured: the peak memory of a run is the same with an untied head."""
+    schedule = ("parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble")
+    tied, untied = (
+        worst_rank_breakdown(compose(*schedule, "model.layers=4", f"model.tied={value}"))
+        for value in ("true", "false")
+    )
+    assert tied.peak == untied.peak
