@@ -20,6 +20,7 @@ from fixtures.run_folders import (
 
 from scalewise.reports import records
 from scalewise.reports.html_report import write_page
+from scalewise.run_files import RecordError
 
 
 class TestRun:
@@ -222,15 +223,14 @@ class TestSweep:
         (sweep_folder / "1" / "status.json").unlink()
         assert "no readable status.json" in words(text_of(write_page(sweep_folder)))
 
-    def test_sweep_page_ignores_job_folders_outside(self, tmp_path: Path) -> None:
+    def test_job_folder_outside_of_the_sweep_is_rejected(self, tmp_path: Path) -> None:
         make_run(tmp_path / "other", reason="must not be read")
         folder = make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {})
         record = json.loads((folder / "sweep.json").read_text("utf-8"))
         record["jobs"][0]["folder"] = "../other"
         (folder / "sweep.json").write_text(json.dumps(record), "utf-8")
-        sweep = records.read_record(folder)
-        assert isinstance(sweep, records.SweepRecord)
-        assert sweep.jobs[0].summary is None
+        with pytest.raises(RecordError, match=r"jobs\[0\]\.folder is \.\./other"):
+            records.read_record(folder)
 
     def test_sweep_page_splits_three_keys_into_matrices(self, tmp_path: Path) -> None:
         axes: dict[str, list[Any]] = {

@@ -55,7 +55,10 @@ DAMAGED_RECORDS = [
         "jobs[0].number is a, not an integer of 0 or more",
     ),
     ({"jobs": [{"number": 0}]}, "jobs[0].folder is missing"),
-    ({"jobs": [row(0, "ok"), row(1, "ok", folder=7)]}, "jobs[1].folder is 7, not text"),
+    (
+        {"jobs": [row(0, "ok"), row(1, "ok", folder=7)]},
+        "jobs[1].folder is 7, not a folder in this folder",
+    ),
     ({"process": "abc"}, "process is abc, not a mapping"),
 ]
 
