@@ -65,11 +65,12 @@ OPTIONS = {
 }
 
 REJECTED_OPTIONS = {
-    "fsdp": ("aux_loss",),  # the padded micro-batch of each rank
+    "fsdp": ("aux_loss",),  # would route the padding of the last micro-batch to experts
+    # The loss requires the loads of whole sequences, of which a context rank has a part.
     **dict.fromkeys(("context", "context_gather", "pipeline_context"), ("aux_loss",)),
-    "pipeline_zbv_zero_bubble": ("recomputation",),
+    "pipeline_zbv_zero_bubble": ("recomputation",),  # the schedules support none
 }
-"""Options that are rejected with a strategy: the loss requires the loads of whole sequences."""
+"""Options that are rejected with a strategy."""
 
 
 @pytest.mark.exhaustive

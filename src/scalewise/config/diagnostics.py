@@ -223,8 +223,9 @@ def _issue_from_conflict(
 def _unknown_key_issue(preset: Override, error: ConfigKeyError) -> ConfigIssue:
     """Config issue of a key that does not exist, in the file of an experiment or sweep."""
     key, name = str(error.full_key), str(error.key)
-    names = [field.name for field in dataclasses.fields(error.object_type)]  # type: ignore[arg-type]
-    fix = did_you_mean(name, names)
+    node_type = error.object_type
+    fields = dataclasses.fields(node_type) if dataclasses.is_dataclass(node_type) else ()
+    fix = did_you_mean(name, [field.name for field in fields])
     if "." in name:
         parts = name.split(".")
         fix = f"write it in nested form, {': {'.join(parts)}: VALUE{'}' * (len(parts) - 1)}"

@@ -52,11 +52,8 @@ class FSDPStateMemory(RankStep):
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: parameters gathered around the running block, and gradients being reduced."""
         states = self.states
-        block, layers, keeps_unsharded = (
-            self.gathered_block_bytes,
-            states.num_layers,
-            fsdp.keeps_unsharded,
-        )
+        block = self.gathered_block_bytes
+        layers, keeps_unsharded = states.num_layers, fsdp.keeps_unsharded
         yield self._gathered_outside_entry(fsdp)
         blocks = [*map(fsdp.gathered_bytes, states.list_block_weights())]
         prefetched_blocks = [*map(fsdp.all_gather_bytes, states.list_block_weights())]
