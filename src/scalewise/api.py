@@ -12,7 +12,6 @@ from scalewise.config.compose import changed_from_defaults, compose
 from scalewise.failures import report_errors
 from scalewise.launch import external_launcher
 from scalewise.launch.job import JobSpec, Result, execute
-from scalewise.reports import html_report
 from scalewise.run_config import RunConfig as Run
 from scalewise.typed_override import command_line
 
@@ -43,6 +42,9 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
         )
         result = execute(job_spec, Path(folder).absolute())
         if external_launcher.is_leader():
+            # Here: ranks import the caller's script, and so this module, but draw no charts.
+            from scalewise.reports import html_report
+
             with report_errors("no report"):
                 html_report.write_reports([result.folder])
             after_training(result.folder, [result.folder])

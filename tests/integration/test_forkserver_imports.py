@@ -45,3 +45,11 @@ def test_forkserver_asks_nothing_of_cuda() -> None:
 
 def test_question_to_cuda_is_noticed() -> None:
     assert imports("ask")["calls"] == ["is_available"]
+
+
+def test_api_imports_no_charts() -> None:
+    """Each rank imports the user's script, and with it the API; only its caller draws charts."""
+    script = "import sys; from scalewise import train; print({'altair', 'torch'} & {*sys.modules})"
+    command = [sys.executable, "-P", "-c", script]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert completed.stdout == "set()\n"

@@ -16,8 +16,13 @@ SOURCE = ROOT / "src"
 PACKAGES = ("scalewise", "hydra_plugins")
 OWN_PREFIXES = ("scalewise.", "hydra_plugins.scalewise_")
 FILES = sorted(SOURCE.rglob("*.py"))
-LOCAL_IMPORTS = ("scalewise/__init__.py", "scalewise/cli.py", "scalewise/commands/")
-"""Modules with local imports of commands or of the API."""
+LOCAL_IMPORTS = (
+    "scalewise/__init__.py",
+    "scalewise/api.py",
+    "scalewise/cli.py",
+    "scalewise/commands/",
+)
+"""Modules with local imports of commands, of the API or of reports."""
 PLUGINS = "hydra_plugins/"
 """Hydra imports all plugins in every command."""
 CONFIGS = "Configs import no torch and no builder"

@@ -18,8 +18,9 @@ TRAINED_KEY = "adapter.trained"
 LINEAR_STYLES = (TPStyle.column, TPStyle.row, TPStyle.partial_row)
 
 
+@lru_cache(maxsize=64)
 def linear_layers(model: ModelConfig) -> tuple[str, ...]:
-    """Names, within a block, of its linear layers."""
+    """Names, within a block, of its linear layers; cached, as it is asked for each weight."""
     return tuple(
         name.removeprefix("blocks.*.")
         for name, tp_style in model.tensor_parallel_styles().items()

@@ -262,23 +262,24 @@ class HuggingFaceConfig(ModelConfig):
 
         Without a plan, a linear layer is row-parallel if it projects to the residual width.
         """
-        plan = dict(self.info.hf_tp_plan)
+        info = self.info
+        plan, first_layers = dict(info.hf_tp_plan), (None, *info.stack_starts)
         table: dict[str, TPStyle] = {}
         for weight in self.weight_census():
-            if weight.layer in (None, *self.info.stack_starts):
+            if weight.layer in first_layers:
                 block = f"blocks.{weight.layer}."
                 name = weight.name.rpartition(".")[0].replace(block, "blocks.*.", 1)
                 style = TP_STYLE_BY_ROLE.get(weight.role, TPStyle.tokens)
                 table.setdefault(name, style)  # the weight of a module precedes its bias
-        for name, (out, into) in self.info.linear_layers:
-            by_shape = TPStyle.row if out == self.width != into else TPStyle.column
+        for name, (out, into) in info.linear_layers:
+            by_shape = TPStyle.row if out == info.width != into else TPStyle.column
             table[f"blocks.*.{name}"] = TP_STYLES.get(plan.get(name, ""), by_shape)
         table |= {
             f"blocks.*.{name}": TPStyle.heads
-            for name, hf_style in self.info.hf_tp_plan
+            for name, hf_style in info.hf_tp_plan
             if TP_STYLES.get(hf_style) is TPStyle.heads
         }
-        return table | ({self.info.tied_head: TPStyle.head} if self.info.tied_head else {})
+        return table | ({info.tied_head: TPStyle.head} if info.tied_head else {})
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the heads, the outputs of column-parallel layers, and the vocabulary size."""
