@@ -34,6 +34,11 @@ class CommHook(StrEnum):
         """Whether gradients are reduced as low-rank factors."""
         return self in (CommHook.powersgd, CommHook.fp16_powersgd)
 
+    @property
+    def changes_updates(self) -> bool:
+        """Whether updates differ from those of averaged gradients by more than rounding."""
+        return self.is_powersgd or self is CommHook.post_local_sgd
+
 
 @register_option("parallelism", "ddp")
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
 from scalewise.callback_config import STATE_RECORDER
 from scalewise.checkpoint_config import CheckpointConfig
-from scalewise.errors import ConfigError
+from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.lr_schedules import ConstantConfig
 from scalewise.memory_config import AutoCheckpointing, FixedCheckpointing
 from scalewise.optimizers import SGDConfig
+from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.plan_config import PlanConfig
@@ -56,9 +58,19 @@ def reduce_run(run: RunConfig) -> RunConfig:
         plan=PlanConfig(),
         resume=None,
     )
-    if issues := [*iter_issues(small), *iter_machine_issues(small)]:
+    issues = [*_approximation_issues(run), *iter_issues(small), *iter_machine_issues(small)]
+    if issues:
         raise ConfigError(issues)
     return small
+
+
+def _approximation_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue for a strategy that is not meant to equal one device."""
+    if isinstance(run.parallelism, DDPConfig) and run.parallelism.comm_hook.changes_updates:
+        hook = run.parallelism.comm_hook.value
+        reason = "is not equal to one device once its lossless steps are over"
+        fix = "set parallelism.comm_hook=none"
+        yield ConfigIssue("parallelism.comm_hook", hook, reason, fix)
 
 
 def reference_run(small: RunConfig) -> RunConfig:

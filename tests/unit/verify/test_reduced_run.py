@@ -99,6 +99,17 @@ def test_warmups_are_left_out() -> None:
     assert small.tokens_in_step.stages == ()
 
 
+@pytest.mark.parametrize("hook", ["powersgd", "fp16_powersgd", "post_local_sgd"])
+def test_hooks_that_change_updates_are_rejected(hook: str) -> None:
+    ddp = ("model=llama_160m", "data=synthetic", "parallelism=ddp")
+    with pytest.raises(ConfigError) as error:
+        reduce_run(compose([*ddp, f"parallelism.comm_hook={hook}"]))
+    (issue,) = error.value.issues
+    assert (issue.key, issue.value) == ("parallelism.comm_hook", hook)
+    assert issue.fix == "set parallelism.comm_hook=none"
+    reduce_run(compose([*ddp, "parallelism.comm_hook=fp16"]))  # rounds, as precisions do
+
+
 def test_sizes_out_of_range_are_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         compose(["verify.steps=0", "verify.width=8", "verify.learning_rate=0"])
