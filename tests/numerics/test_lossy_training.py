@@ -86,3 +86,12 @@ def test_fp8_converges(
     run = JobRunner(tmp_path, shared_cache).without_defaults(*TRAINING, *STRATEGIES[strategy], *fp8)
     assert run.column("train/loss") != exact_run.column("train/loss"), "fp8 is at work"
     assert_near(run, exact_run)
+
+
+def test_powersgd_of_many_buckets_reduces_in_the_same_order_on_each_rank(
+    tmp_path: Path, shared_cache: Path
+) -> None:
+    """Without an order, sizes of reductions differ and gloo ends a rank, within 40 steps."""
+    hook = ("parallelism.comm_hook=powersgd", "parallelism.lossless_steps=2")
+    run_job = JobRunner(tmp_path, shared_cache)
+    run_job("parallelism=ddp", *hook, "parallelism.bucket_mib=0.05", "trainer.max_steps=40")

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -114,6 +115,11 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
             function = powerSGD_hook.powerSGD_hook
             if hook is CommHook.fp16_powersgd:
                 function = default_hooks.fp16_compress_wrapper(function)
+            if self.root_device.type == "cpu":
+                module.register_comm_hook(
+                    state, lambda state, bucket: _finished(function(state, bucket))
+                )
+                return
         else:
             state, function = None, getattr(default_hooks, f"{hook}_compress_hook")
         module.register_comm_hook(state, function)
@@ -147,3 +153,13 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
 @build_strategy.register
 def _build_ddp(config: DDPConfig, device: DeviceKind, timeout: timedelta) -> DataParallelStrategy:
     return DataParallelStrategy(config, timeout)
+
+
+def _finished(future: Future[Any]) -> Future[Any]:
+    """Wait for a bucket's gradients.
+
+    PowerSGD starts the later reductions of a bucket in threads of gloo, where those of several
+    buckets would start in another order on each rank.
+    """
+    future.wait()
+    return future
