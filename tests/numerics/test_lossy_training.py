@@ -91,7 +91,7 @@ def test_fp8_converges(
 def test_powersgd_of_many_buckets_reduces_in_the_same_order_on_each_rank(
     tmp_path: Path, shared_cache: Path
 ) -> None:
-    """Without an order, sizes of reductions differ and gloo ends a rank, within 40 steps."""
+    """In different orders, the sizes of reductions differ between ranks, and gloo aborts."""
     hook = ("parallelism.comm_hook=powersgd", "parallelism.lossless_steps=2")
     run_job = JobRunner(tmp_path, shared_cache)
     run_job("parallelism=ddp", *hook, "parallelism.bucket_mib=0.05", "trainer.max_steps=40")

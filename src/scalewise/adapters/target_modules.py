@@ -20,7 +20,7 @@ LINEAR_STYLES = (TPStyle.column, TPStyle.row, TPStyle.partial_row)
 
 @lru_cache(maxsize=64)
 def linear_layers(model: ModelConfig) -> tuple[str, ...]:
-    """Names, within a block, of its linear layers; cached, as it is asked for each weight."""
+    """Names, within a block, of its linear layers. Cached for rules that match each weight."""
     return tuple(
         name.removeprefix("blocks.*.")
         for name, tp_style in model.tensor_parallel_styles().items()

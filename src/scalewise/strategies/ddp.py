@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -116,10 +115,7 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
             if hook is CommHook.fp16_powersgd:
                 function = default_hooks.fp16_compress_wrapper(function)
             if self.root_device.type == "cpu":
-                module.register_comm_hook(
-                    state, lambda state, bucket: _finished(function(state, bucket))
-                )
-                return
+                function = _one_bucket_at_a_time(function)
         else:
             state, function = None, getattr(default_hooks, f"{hook}_compress_hook")
         module.register_comm_hook(state, function)
@@ -155,11 +151,16 @@ def _build_ddp(config: DDPConfig, device: DeviceKind, timeout: timedelta) -> Dat
     return DataParallelStrategy(config, timeout)
 
 
-def _finished(future: Future[Any]) -> Future[Any]:
-    """Wait for a bucket's gradients.
+def _one_bucket_at_a_time(hook: Any) -> Any:
+    """Communication hook that waits for the gradients of a bucket.
 
-    PowerSGD starts the later reductions of a bucket in threads of gloo, where those of several
-    buckets would start in another order on each rank.
+    PowerSGD starts the later reductions of a bucket in threads of gloo. Without waiting, those of
+    several buckets start in another order on each rank.
     """
-    future.wait()
-    return future
+
+    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
+        future = hook(state, bucket)
+        future.wait()
+        return future
+
+    return reduce
