@@ -17,12 +17,13 @@ from fixtures.collective_counts import (
 )
 from fixtures.hf_checkpoints import HFCheckpoints
 from fixtures.job_runner import JobRunner
-from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER
+from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER, mesh
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise import compose
 from scalewise.models.build import build_model
+from scalewise.parallelism.mesh import PipelineSchedule
 from scalewise.planner.communication import list_collectives
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
 
@@ -166,6 +167,51 @@ def test_collectives_of_each_strategy_equal_prediction(
         *RUN_OPTIONS[option],
     )
     assert_collectives_equal(overrides, JobRunner(tmp_path, shared_cache))
+
+
+PIPELINE_PRODUCTS = {
+    f"{schedule}, {axis}, tensor": (
+        *mesh(pipeline=2, tensor=2, **{axis: 2}),
+        f"parallelism.pipeline_schedule={schedule}",
+    )
+    for schedule in PipelineSchedule.__members__
+    for axis in ("shards", "replicate", "context")
+} | {
+    f"{schedule}, shards, {option}": (
+        *mesh(pipeline=2, shards=2),
+        f"parallelism.pipeline_schedule={schedule}",
+        f"parallelism.{option}",
+    )
+    for schedule in ("one_f_one_b", "zbv_zero_bubble")
+    for option in ("reduce_each_micro_batch=false", "shard=optimizer", "shard=gradients")
+}
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(
+            product,
+            marks=()
+            if product in ("one_f_one_b, shards, tensor", "one_f_one_b, shards, shard=optimizer")
+            else pytest.mark.exhaustive,
+        )
+        for product in PIPELINE_PRODUCTS
+    ],
+)
+def test_collectives_of_pipeline_products_equal_prediction(
+    product: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    """The schedule runs twice per step, each time with four micro-batches."""
+    overrides = (*TINY_DECODER, *THIRD_STEP, *LLAMA, *PIPELINE_PRODUCTS[product])
+    ranks = compose([*overrides, "trainer.micro_batch=4"]).parallelism.data_parallel_size
+    overrides = (*overrides, "trainer.micro_batch=4", f"trainer.global_batch={8 * ranks}")
+    run = compose(overrides)
+    assert run.accumulation == 2
+    folder = JobRunner(tmp_path, shared_cache).without_defaults(*overrides)
+    for rank in range(run.world_size):
+        expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
+        assert actual == expected, f"rank {rank}"
 
 
 @pytest.mark.exhaustive

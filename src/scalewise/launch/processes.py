@@ -34,7 +34,8 @@ def start_forkserver(imports: Iterable[str] = ()) -> None:
     process have no effect.
     """
     set_torch_variables(os.environ)
-    multiprocessing.set_forkserver_preload([PRELOAD_MODULE, *imports])
+    # Last, as it freezes the objects of all imported modules.
+    multiprocessing.set_forkserver_preload([*imports, PRELOAD_MODULE])
     # The forkserver inherits the ignored signals, as Ctrl-C reaches it too.
     with signals.ignore_signals(), _use_safe_path():
         multiprocessing.forkserver.ensure_running()

@@ -118,7 +118,8 @@ class MeshConfig(ParallelismConfig):
     """Whether sharded parameters, gradients and optimizer state are stored in host memory."""
     reduce_each_micro_batch: bool = True
     """Whether gradients are reduced after each micro-batch, or stay unsharded until the last, as
-    with ``shard=optimizer``."""
+    with ``shard=optimizer``. A pipeline gathers parameters and reduces gradients once per run of
+    its schedule, whatever these options say."""
     sequence_parallel: bool = True
     """Whether activations outside of tensor-parallel layers are sharded along the sequence."""
     loss_parallel: bool = True
@@ -190,8 +191,12 @@ class MeshConfig(ParallelismConfig):
 
     @property
     def delays_reduction(self) -> bool:
-        """Whether gradients stay unsharded until the last micro-batch."""
-        return self.shard is ShardedState.optimizer or not self.reduce_each_micro_batch
+        """Whether gradients stay unsharded until the last micro-batch.
+
+        A pipeline reduces them after each run of its schedule.
+        """
+        is_delayed = self.shard is ShardedState.optimizer or not self.reduce_each_micro_batch
+        return is_delayed and self.sizes["pipeline"] == 1
 
     def data_parallel_rank(self, rank: int) -> int:
         """Return the index of a rank along ``replicate`` and ``shards``."""

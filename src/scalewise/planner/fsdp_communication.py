@@ -29,11 +29,12 @@ class GathersPerStep:
 def _gathers_per_step(partition: RankPartition) -> GathersPerStep:
     """Gathers of each part: in a pipeline, only what forward frees is gathered again.
 
-    The schedule of a pipeline reshards nothing after backward. With ``frees_after_forward``, a
-    block is gathered before its first use and again after each forward, in any order of passes.
+    The schedule of a pipeline reshards nothing after backward, but all at its end. With
+    ``frees_after_forward``, a block is gathered before its first use and again after each forward,
+    in any order of passes.
     """
     mesh, accumulation = partition.mesh, partition.run.accumulation
-    steps = 1 if mesh.gathers_once else accumulation
+    steps = 1 if mesh.gathers_once and mesh.sizes["pipeline"] == 1 else accumulation
     if not mesh.frees_after_forward:
         return GathersPerStep(steps, steps, steps)
     passes = partition.forward_passes

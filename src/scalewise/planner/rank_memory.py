@@ -181,9 +181,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         and sizes["pipeline"] == 1,
         # Without an all-gather, FSDP2 allocates a block when it runs.
         prefetch=config.prefetch if shards > 1 else 0,
-        has_unsharded_gradients=run.accumulation > 1
-        and config.delays_reduction
-        and sizes["pipeline"] == 1,
+        has_unsharded_gradients=run.accumulation > 1 and config.delays_reduction,
         has_replicas=sizes["replicate"] > 1,
         groups=partition.fsdp_groups(),
     )

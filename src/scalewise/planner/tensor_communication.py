@@ -190,8 +190,8 @@ def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collectiv
     ranks = partition.mesh.sizes
     shards = ranks["shards"] * ranks["context"] * ranks["replicate"]
     reductions = partition.forward_passes
-    if shards > 1 and partition.mesh.delays_reduction:
-        reductions = partition.forward_passes // partition.run.accumulation
+    if shards > 1:  # FSDP accumulates partial sums until it reduces gradients
+        reductions = 1 if partition.mesh.delays_reduction else partition.run.accumulation
     sizes: dict[int, int] = {}
     block, other = partition.weights_by_kind()
     blocks = Counter(partition.weights_by_block()) or {block: partition.num_layers}

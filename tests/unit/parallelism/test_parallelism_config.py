@@ -114,6 +114,7 @@ def test_pipeline_stages_and_micro_batches(
         (MeshConfig(context=2, shard=ShardedState.optimizer), False, True),
         (MeshConfig(shards=2, reshard_after_forward=False), False, False),
         (MeshConfig(shards=2, reduce_each_micro_batch=False), True, True),
+        (MeshConfig(pipeline=2, shards=2, reduce_each_micro_batch=False), True, False),
     ],
     ids=repr,
 )
