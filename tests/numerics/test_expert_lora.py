@@ -195,6 +195,9 @@ def test_export_rejects_experts_trained_in_full(tmp_path: Path) -> None:
 WITH_EXPERTS = ("model.experts=4", "model.expert_dim=16", "model.shared_experts=1")
 LOSSES = ("model.aux_loss=0.1", "model.router_z_loss=0.01", "model.balance_rate=0.01")
 LORA = ("adapter=lora", "adapter.rank=3", f"adapter.targets=[attention.query,{EXPERTS}]")
+ALL_LAYERS = "adapter.targets=[.*]"
+EVEN_RANK = "adapter.rank=4"
+EXPERT_TENSOR = mesh(shards=2, expert=2, tensor=2)
 STRATEGY_CASES = {
     "ddp": (STRATEGIES["ddp"], 2),
     "fsdp": (STRATEGIES["fsdp"], 2),
@@ -207,9 +210,27 @@ STRATEGY_CASES = {
     "expert_pipeline": (mesh(pipeline=2, shards=2, expert=2), 2),
     "expert_compile": ((*mesh(shards=2, expert=2), "compile=block"), 2),
     "deepspeed_zero3": (STRATEGIES["deepspeed_zero3"], 2),
+    "tensor": (STRATEGIES["tensor"], 4),
+    "tensor_all": ((*STRATEGIES["tensor"], ALL_LAYERS), 4),
+    "tensor_no_sequence_parallel": ((*STRATEGIES["tensor_no_sequence_parallel"], ALL_LAYERS), 4),
+    "tensor_shards": ((*mesh(shards=2, tensor=2), EVEN_RANK), 2),
+    "tensor_attention": (
+        (*mesh(shards=2, tensor=2), "adapter.targets=[attention.*]"),
+        2,
+    ),
+    "tensor_pipeline": (mesh(pipeline=2, tensor=2), 4),
+    "expert_tensor": ((*EXPERT_TENSOR, ALL_LAYERS), 2),
+    "expert_tensor_shards": ((*mesh(shards=4, expert=2, tensor=2), EVEN_RANK), 1),
+    "expert_tensor_attention": ((*EXPERT_TENSOR, "adapter.targets=[attention.*]"), 2),
+    "expert_tensor_trained": (
+        (*EXPERT_TENSOR, "adapter.trained=[feedforward.router,feedforward.shared.up,.*norm]"),
+        2,
+    ),
+    "expert_tensor_dense_layers": ((*EXPERT_TENSOR, "model.dense_layers=1"), 2),
+    "expert_tensor_checkpointing": ((*EXPERT_TENSOR, "memory=checkpoint_full"), 2),
 }
-"""Strategies with the micro-batch size, three of which are a step."""
-IN_CI = ("fsdp", "expert_shards")
+"""Strategies and options with the micro-batch size, three of which are a step."""
+IN_CI = ("fsdp", "expert_shards", "expert_tensor")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +245,8 @@ def test_adapted_experts_under_a_strategy_equal_one_device(
 ) -> None:
     strategy, micro_batch = STRATEGY_CASES[name]
     options = (*WITH_EXPERTS, *LORA, *(() if "deepspeed" in name else LOSSES))
+    model_options = (it for it in strategy if it.startswith(("adapter.", "model.")))
+    options = (*options, *model_options)
     run = JobRunner(tmp_path, shared_cache).without_defaults(
         *TINY_DECODER,
         *SGD,

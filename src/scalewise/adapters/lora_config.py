@@ -12,6 +12,15 @@ from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.registry import register_option
 
+FACTOR_STYLES = {
+    TPStyle.column: (TPStyle.replicated, TPStyle.column),
+    TPStyle.row: (TPStyle.row, TPStyle.tokens),
+    TPStyle.partial_row: (TPStyle.partial_row, TPStyle.partial_replicated),
+    TPStyle.expert_column: (TPStyle.expert_replicated, TPStyle.expert_column),
+    TPStyle.expert_row: (TPStyle.expert_row, TPStyle.expert_replicated),
+}
+"""Tensor parallel styles of A and B, by that of the adapted layer."""
+
 
 @register_option("adapter", "lora")
 @dataclass(frozen=True)
@@ -68,13 +77,13 @@ class LoRAAdapterConfig(AdapterConfig):
         Under a column-parallel layer, B is column-parallel; under a row-parallel layer, A is
         row-parallel.
         """
-        tp_styles = model.tensor_parallel_styles()
-        added = {}
-        for name, tp_style in tp_styles.items():
-            if name.removeprefix("blocks.*.") in self.adapted_layers(model):
-                is_column = tp_style is TPStyle.column
-                added[f"{name}.lora_A.default"] = TPStyle.replicated if is_column else TPStyle.row
-                added[f"{name}.lora_B.default"] = TPStyle.column if is_column else TPStyle.tokens
+        tp_styles, layers = model.tensor_parallel_styles(), self.adapted_layers(model)
+        added = {
+            f"{name}.lora_{part}.default": factor_style
+            for name, tp_style in tp_styles.items()
+            if name.removeprefix("blocks.*.") in layers
+            for part, factor_style in zip("AB", FACTOR_STYLES[tp_style], strict=True)
+        }
         return tp_styles | added
 
     def validate(self) -> Iterator[ConfigIssue]:

@@ -142,6 +142,10 @@ class TPStyle(StrEnum):
     that of routed experts."""
     router = "router"
     """Replicated router, which reads all tokens; each rank has a partial sum of its gradient."""
+    expert_replicated = "expert_replicated"
+    """Replicated stacked matrices of experts; each rank has a partial sum of their gradient."""
+    partial_replicated = "partial_replicated"
+    """Replicated linear layer of a partial sum; output and gradient are partial sums too."""
     replicated = "replicated"
     """Replicated linear layer that every rank applies to all tokens."""
 

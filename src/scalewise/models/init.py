@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 
 class PackedMatrix(ABC):
@@ -66,9 +68,14 @@ def copy_into(parameter: Tensor | PackedMatrix, source: Tensor) -> None:
         parameter.copy_(source)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Local shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_tensor(tensor: Tensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    """Local shard of a DTensor; other tensors unchanged.
+
+    ``grad_placements``: placements of its gradient; None: those of the tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=grad_placements)
 
 
 @torch.no_grad()

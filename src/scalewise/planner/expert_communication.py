@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import Residual
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind
 from scalewise.planner.rank_partition import RankPartition
@@ -46,7 +45,7 @@ def expert_collectives(partition: RankPartition) -> Iterator[Collective]:
         rows * row_bytes,
         4 * layers
         + 2 * recomputed.get(Recompute.full, 0)
-        - partition.forward_passes * _frozen_exchanges(partition, model),
+        - partition.forward_passes * _frozen_exchanges(partition),
         "tokens of experts and their gradients",
     )
     size = model.routed_experts * INT32_BYTES
@@ -54,23 +53,16 @@ def expert_collectives(partition: RankPartition) -> Iterator[Collective]:
     yield Collective(CollectiveKind.all_to_all, axes, size, counts, "number of tokens per expert")
 
 
-def _frozen_exchanges(partition: RankPartition, model: DecoderConfig) -> int:
-    """Return the all-to-alls of gradients that experts of the first block do not need.
+def _frozen_exchanges(partition: RankPartition) -> int:
+    """Return the all-to-alls of gradients that the experts of the first block do not need.
 
     Before all trained weights, their input has no gradient; nor has their output, unless one of
     their matrices is trained.
     """
-    run, changed = partition.run, changed_modules(partition)
-    if not (partition.has_embedding and run.has_frozen_weights) or partition.trains_embedding:
-        return 0
-    before = {
-        Residual.sequential: ("attention", "feedforward_norm"),
-        Residual.parallel: ("feedforward_norm",),
-        Residual.parallel_one_norm: ("attention_norm",),
-    }[model.residual]
-    if run.adapter.prefix_tokens or any(name.startswith(before) for name in changed):
-        return 0
-    return 1 + changed.isdisjoint(model.expert_layers)
+    mixtures = [
+        it.sublayer for it in partition.sublayers_without_gradient if it.sublayer.has_experts
+    ]
+    return sum(1 + (not it.trains_experts) for it in mixtures)
 
 
 def changed_modules(partition: RankPartition) -> set[str]:

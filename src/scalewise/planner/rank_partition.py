@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, singledispatch
 from math import ceil
@@ -19,9 +19,16 @@ from scalewise.models.base import (
     WeightGroup,
     shard_weight,
 )
+from scalewise.models.decoder.kinds import Residual
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.mesh import MeshConfig
+from scalewise.planner.adapted_layers import (
+    AdaptedBlock,
+    FrozenSublayer,
+    adapted_blocks,
+    sublayers_without_gradient,
+)
 from scalewise.planner.last_run import remember_last_run
 from scalewise.quantization.config import (
     QuantizationConfig,
@@ -143,9 +150,16 @@ class RankPartition(RankStages):
         return adapter.prompt_tokens > 0 or bool(trained)
 
     @property
-    def adapted_sublayers(self) -> dict[str, AdaptedSublayer]:
-        """Number of adapted layers of attention and feedforward, in their order."""
-        return _adapted_sublayers(self.run.adapter, self.run.model)
+    def adapted_blocks(self) -> tuple[AdaptedBlock, ...]:
+        """Adapted layers of the blocks of this rank, in their order."""
+        return adapted_blocks(self.run.adapter, self.run.model, self.stages)
+
+    @property
+    def sublayers_without_gradient(self) -> Iterator[FrozenSublayer]:
+        """Sublayers before the first trained weight, whose input needs no gradient."""
+        if self.has_embedding and self.run.has_frozen_weights and not self.trains_embedding:
+            residual = getattr(self.run.model, "residual", Residual.sequential)
+            yield from sublayers_without_gradient(self.adapted_blocks, residual)
 
     @property
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
@@ -166,34 +180,6 @@ class FSDPGroups:
     """Token embedding, unless the head shares it."""
     head: WeightGroup = EMPTY
     """Head, unless it shares the weight of the embedding."""
-
-
-@dataclass
-class AdaptedSublayer:
-    """Adapted layers of the attention or the feedforward of a block."""
-
-    adapted_column_layers: int = 0
-    """Number of column-parallel layers with LoRA."""
-    adapted_row_layers: int = 0
-    """Number of row-parallel layers with LoRA."""
-    scaled_layers: int = 0
-    """Number of layers with learned scales (IA3)."""
-    fully_trained_layers: int = 0
-    """Number of layers trained in full."""
-    trains_norm: bool = False
-    """Whether the norm before them is trained."""
-    has_prefix: bool = False
-    """Whether there are learned prefix keys and values."""
-
-    @property
-    def trains_before_output(self) -> bool:
-        """Whether a weight before the output matmul, or a scale, is trained."""
-        return bool(
-            self.adapted_column_layers
-            or self.scaled_layers
-            or self.fully_trained_layers
-            or self.has_prefix
-        )
 
 
 def partition_of(mesh: MeshConfig, run: RunConfig, rank: int) -> RankPartition:
@@ -325,29 +311,6 @@ def _sharded_blocks(
 def _unique(weights: WeightGroup) -> WeightGroup:
     """Return one object for all equal groups, which are then compared by identity."""
     return weights
-
-
-@lru_cache(maxsize=64)
-def _adapted_sublayers(adapter: AdapterConfig, model: ModelConfig) -> dict[str, AdaptedSublayer]:
-    sublayers: dict[str, AdaptedSublayer] = {}
-    for name, style in model.tensor_parallel_styles().items():
-        prefix, _, layer = name.partition("blocks.*.")
-        if prefix or style not in (TPStyle.column, TPStyle.row):
-            continue
-        sublayer_name = layer.split(".")[0]
-        sublayer = sublayers.setdefault(
-            sublayer_name,
-            AdaptedSublayer(
-                trains_norm=f"{sublayer_name}_norm" in adapter.fully_trained_modules(model)
-            ),
-        )
-        sublayer.has_prefix |= adapter.prefix_tokens > 0 and sublayer_name == "attention"
-        adapted = layer in adapter.adapted_layers(model)
-        sublayer.scaled_layers += layer in adapter.scaled_layers(model)
-        sublayer.fully_trained_layers += layer in adapter.fully_trained_modules(model)
-        sublayer.adapted_column_layers += adapted and style is TPStyle.column
-        sublayer.adapted_row_layers += adapted and style is TPStyle.row
-    return sublayers
 
 
 def _is_in_stage(stage: StageSlice, weight: Weight, tied: frozenset[str]) -> bool:

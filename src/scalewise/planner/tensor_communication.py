@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from scalewise.models.base import TPStyle, tp_style
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind
-from scalewise.planner.rank_partition import RankPartition
+from scalewise.planner.adapted_layers import AdaptedBlock
+from scalewise.planner.rank_partition import RankPartition, recompute_per_layer
 
 SCALAR_BYTES = 4
 """Bytes of a loss or a norm."""
+PARTIAL_GRADIENT_STYLES = (
+    TPStyle.heads,
+    TPStyle.router,
+    TPStyle.partial_replicated,
+    TPStyle.expert_replicated,
+)
+"""Styles of replicated weights of which each rank has a partial sum of the gradient."""
 
 
 def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
@@ -22,10 +30,12 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
     # Around each pair of matrices, in forward and backward; embedding and head form one pair.
     reductions = 4 * layers + first + last
     chunked = partition.run.objective.loss_chunk is not None
-    sublayers = tuple(partition.adapted_sublayers.values())
-    # The attention output is recomputed; the block output is not, unless a layer follows it.
-    has_layer_after = sublayers[-1].adapted_row_layers or partition.run.model.has_post_norm
-    recomputed = partition.recomputed_layers[Recompute.full] * (1 + has_layer_after)
+    recomputed_blocks = _recomputed_blocks(partition)
+    recomputed = sum(
+        _recomputed_reductions(partition, block)
+        for kind, block in recomputed_blocks
+        if kind is Recompute.full
+    )
     skipped = _skipped_by_adapter(partition)
     # The reference forward pass runs without the adapter.
     has_reference_forward = partition.run.runs_reference_forward
@@ -49,9 +59,7 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
         "sums of a text alone",
     )
     if mesh.sequence_parallel:
-        all_gathers = (
-            reductions + 2 * sum(partition.recomputed_layers.values()) - skipped.all_gathers
-        )
+        all_gathers = reductions + 2 * len(recomputed_blocks) - skipped.all_gathers
         all_gathers = passes * (all_gathers + has_reference_forward * (2 * layers + last))
         yield Collective(
             CollectiveKind.all_gather, axes, partition.residual_bytes, all_gathers, "tokens joined"
@@ -68,14 +76,14 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
             CollectiveKind.all_reduce, axes, partition.residual_bytes, reduce_scatters, "sums"
         )
     yield from _replicated_grad_collectives(partition)
-    yield from _lora_collectives(partition, layers)
+    yield from _lora_collectives(partition)
     if last:
         yield from _loss_collectives(partition)
 
 
 @dataclass(frozen=True)
 class SkippedCollectives:
-    """Collectives of the first block that a frozen base model does not need."""
+    """Collectives of the first blocks that a frozen base model does not need."""
 
     all_gathers: int = 0
     """Number of all-gathers."""
@@ -87,35 +95,44 @@ def _skipped_by_adapter(partition: RankPartition) -> SkippedCollectives:
     """Return the collectives before the first trained weight, which needs no gradient of them."""
     if not (partition.has_embedding and partition.run.has_frozen_weights):
         return SkippedCollectives()
-    needs_gradient = partition.trains_embedding
     adapter = partition.run.adapter
     trains_input = adapter.prompt_tokens or "embedding" in adapter.fully_trained_modules(
         partition.run.model
     )
-    all_gathers, reduce_scatters = int(not trains_input), 0
-    for sublayer in partition.adapted_sublayers.values():
-        needs_gradient = needs_gradient or sublayer.trains_norm
-        all_gathers += not (needs_gradient or sublayer.trains_before_output)
-        reduce_scatters += not needs_gradient
-        needs_gradient = (
-            needs_gradient or sublayer.trains_before_output or sublayer.adapted_row_layers > 0
-        )
-    return SkippedCollectives(all_gathers, reduce_scatters)
+    frozen = [*partition.sublayers_without_gradient]
+    without_output_gradient = sum(not it.needs_output_gradient for it in frozen)
+    return SkippedCollectives(int(not trains_input) + without_output_gradient, len(frozen))
 
 
-def _lora_collectives(partition: RankPartition, layers: int) -> Iterator[Collective]:
+def _recomputed_blocks(partition: RankPartition) -> list[tuple[Recompute, AdaptedBlock]]:
+    """Return the recomputed blocks; those before all trained weights have no backward pass."""
+    *_, without_backward = (0, *(it.block for it in partition.sublayers_without_gradient))
+    kinds = recompute_per_layer(partition.run.memory, partition.stages)
+    blocks = zip(kinds, partition.adapted_blocks, strict=True)
+    blocks_with_backward = [*blocks][without_backward:]
+    return [it for it in blocks_with_backward if it[0] is not Recompute.nothing]
+
+
+def _recomputed_reductions(partition: RankPartition, block: AdaptedBlock) -> int:
+    """Return the sums of partial outputs of a block that is recomputed.
+
+    The attention output is recomputed; the block output is not, unless a layer follows it.
+    """
+    *_, last = block.values()
+    return 1 + (last.adapted_row_layers > 0 or partition.run.model.has_post_norm)
+
+
+def _lora_collectives(partition: RankPartition) -> Iterator[Collective]:
     """LoRA: collectives of row-parallel inputs and of column-parallel gradients."""
-    axes, passes = ("tensor",), layers * partition.forward_passes
-    columns = (
-        sum(sublayer.adapted_column_layers for sublayer in partition.adapted_sublayers.values())
-        * passes
-    )
-    row_layers = sum(
-        sublayer.adapted_row_layers for sublayer in partition.adapted_sublayers.values()
-    )
-    rows, recomputed_rows = (
-        row_layers * passes,
-        row_layers * partition.recomputed_layers[Recompute.full] * partition.forward_passes,
+    axes, passes = ("tensor",), partition.forward_passes
+    sublayers = [it for block in partition.adapted_blocks for it in block.values()]
+    columns = passes * sum(it.adapted_column_layers for it in sublayers)
+    rows = passes * sum(it.adapted_row_layers for it in sublayers)
+    recomputed_rows = passes * sum(
+        sublayer.adapted_row_layers
+        for kind, block in _recomputed_blocks(partition)
+        if kind is Recompute.full
+        for sublayer in block.values()
     )
     size = (
         partition.sequences
@@ -200,7 +217,7 @@ def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collectiv
         *((it, 1) for it in other),
     ]:
         style = tp_style(weight, styles) if weight.trainable else None
-        is_partial = style in (TPStyle.heads, TPStyle.router)
+        is_partial = style in PARTIAL_GRADIENT_STYLES
         if is_partial or (style is TPStyle.tokens and has_token_shards):
             sizes[weight.numel * element_bytes] = (
                 sizes.get(weight.numel * element_bytes, 0) + layers

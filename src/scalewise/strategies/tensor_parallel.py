@@ -33,6 +33,7 @@ from scalewise.models.decoder.moe import MixtureOfExperts
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.strategies.tensor_parallel_experts import (
     GatheredExperts,
+    PartialSumLinear,
     ReplicatedRouter,
     ShardedExperts,
 )
@@ -71,8 +72,8 @@ def apply_tensor_parallel(
         TPStyle.column: ColwiseParallel(),
         TPStyle.row: RowwiseParallel(output_layouts=residual_placement),
         TPStyle.partial_row: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
-        TPStyle.expert_column: ShardedExperts(column=True, expert_mesh=expert_mesh),
-        TPStyle.expert_row: ShardedExperts(column=False, expert_mesh=expert_mesh),
+        TPStyle.partial_replicated: PartialSumLinear(),
+        **{it: ShardedExperts(it, expert_mesh) for it in ShardedExperts.styles},
         TPStyle.router: ReplicatedRouter(),
         TPStyle.vocabulary: RowwiseParallel(
             input_layouts=Replicate(), output_layouts=embedding_placement

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from scalewise.checkpoints.strided_shards import has_strided_rows
 from scalewise.compat.torch_distributed import strided_shard
+from scalewise.models.base import TPStyle
 from scalewise.models.decoder.moe import ExpertMatrices, MixtureOfExperts, TokenExchange
 
 
@@ -79,16 +80,40 @@ class ReplicatedRouter(ParallelStyle):
         return module
 
 
-class ShardedExperts(ParallelStyle):
-    """Style of stacked matrices, each sharded by its rows (``column``) or by its columns.
+class PartialSumLinear(ParallelStyle):
+    """Style of a replicated linear layer of a partial sum; output and gradient are partial too."""
 
-    ``expert_mesh``: mesh with the axes ``expert``, whose ranks store some of the matrices, and
-    ``tensor``; None: each rank has a part of all matrices.
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+
+        def forward(x_BTW: Tensor) -> Tensor:
+            assert isinstance(x_BTW, DTensor)
+            # All ranks have the same gradient of a sum.
+            local_BTW = x_BTW.to_local(grad_placements=[Replicate()])
+            weight: Any = module.weight
+            y_BTW = F.linear(local_BTW, weight.to_local(grad_placements=[Partial()]))
+            return DTensor.from_local(y_BTW, device_mesh, [Partial()], run_check=False)
+
+        module.forward = forward
+        return module
+
+
+class ShardedExperts(ParallelStyle):
+    """Style of stacked matrices, each sharded by its rows or by its columns, or replicated.
+
+    The gradients of replicated ones are partial sums.
+
+    Args:
+        style: One of ``styles``.
+        expert_mesh: Mesh with the axes ``expert``, whose ranks store some of the matrices, and
+            ``tensor``; None: each rank has a part of all matrices.
     """
 
-    def __init__(self, *, column: bool, expert_mesh: DeviceMesh | None = None) -> None:
+    styles = (TPStyle.expert_column, TPStyle.expert_row, TPStyle.expert_replicated)
+
+    def __init__(self, style: TPStyle, expert_mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self._column, self._expert_mesh = column, expert_mesh
+        self._style, self._expert_mesh = style, expert_mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, ExpertMatrices)
@@ -97,9 +122,12 @@ class ShardedExperts(ParallelStyle):
             mesh, outer = self._expert_mesh, [Shard(0)]
             num_experts //= mesh["expert"].size()
         placement: Placement = Shard(1)
-        if self._column:
+        if self._style is TPStyle.expert_column:
             placement = strided_shard(0, num_experts)
             module.out_features //= device_mesh.size()
+        elif self._style is TPStyle.expert_replicated:
+            placement = Replicate()
+            module.grad_placements = [*outer, Partial()]
         _distribute(module, mesh, *outer, placement)
         return module
 

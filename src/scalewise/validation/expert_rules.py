@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scalewise.adapters.target_modules import TARGETS_KEY
 from scalewise.errors import ConfigIssue
+from scalewise.models.base import TPStyle
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
@@ -50,9 +52,6 @@ def _tensor_issues(mesh: MeshConfig, model: DecoderConfig, run: RunConfig) -> It
     """Yield parts of a run that tensor parallelism of experts does not support."""
     reason = "is not supported with tensor parallelism of model.experts"
     without = "parallelism=fsdp parallelism.tensor=1"
-    if run.has_frozen_weights:
-        fix = f"set adapter=none, or {without}"
-        yield ConfigIssue("adapter", run.option("adapter"), reason, fix)
     if run.is_compiled:
         fix = f"set compile=none, or {without}"
         yield ConfigIssue("compile", run.option("compile"), reason, fix)
@@ -63,6 +62,36 @@ def _tensor_issues(mesh: MeshConfig, model: DecoderConfig, run: RunConfig) -> It
         reason += "which FSDP shards with parallelism.tensor"
         fix = f"set parallelism.shards={_column_shards(mesh, model.width)}"
         yield ConfigIssue("parallelism.shards", shards, reason, fix)
+    yield from _adapter_issues(mesh, model, run)
+
+
+def _adapter_issues(
+    mesh: MeshConfig, model: DecoderConfig, run: RunConfig
+) -> Iterator[ConfigIssue]:
+    """Yield adapters of a mixture that tensor parallelism does not support."""
+    adapter, tp_styles = run.adapter, model.tensor_parallel_styles()
+    partial_rows = {
+        name.removeprefix("blocks.*.")
+        for name, style in tp_styles.items()
+        if style is TPStyle.partial_row
+    }
+    scales = adapter.adapted_layers(model) if adapter.magnitudes else adapter.scaled_layers(model)
+    for name in filter(partial_rows.__contains__, scales):
+        reason = f"matches {name}, whose output adapter={run.option('adapter')} cannot scale "
+        reason += "before tensor parallelism sums it"
+        fix = "set adapter=lora, or parallelism=fsdp parallelism.tensor=1"
+        yield ConfigIssue(TARGETS_KEY, [*adapter.targets], reason, fix)
+    shards = mesh.parameter_shards // mesh.expert
+    columns = [
+        name
+        for name in adapter.adapted_layers(model)
+        if tp_styles[f"blocks.*.{name}"] is TPStyle.expert_column
+    ]
+    if columns and adapter.rank % shards:
+        reason = f"is not a multiple of the {shards} ranks over which FSDP shards the columns of "
+        reason += f"factor B of {columns[0]} with parallelism.tensor"
+        fix = f"set adapter.rank={-(-adapter.rank // shards) * shards}"
+        yield ConfigIssue("adapter.rank", adapter.rank, reason, fix)
 
 
 def _column_shards(mesh: MeshConfig, width: int) -> int:

@@ -9,6 +9,7 @@ from scalewise.models.decoder.config import DecoderConfig
 from scalewise.optimizers.config import MuonConfig
 
 EXPERTS = ("model=moe_nano", "data=synthetic", "model.balance_rate=0")
+TENSOR_EXPERTS = ("parallelism=tensor", "parallelism.shards=2", "model.shared_experts=1")
 FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
 
 
@@ -21,9 +22,19 @@ FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
             "set parallelism.shards=4",
         ),
         (
-            ("parallelism=tensor", "adapter=lora"),
-            "adapter",
-            "set adapter=none, or parallelism=fsdp parallelism.tensor=1",
+            (*TENSOR_EXPERTS, "adapter=dora", "adapter.targets=[.*]"),
+            "adapter.targets",
+            "set adapter=lora, or parallelism=fsdp parallelism.tensor=1",
+        ),
+        (
+            (*TENSOR_EXPERTS, "adapter=ia3", "adapter.targets=[.*down]"),
+            "adapter.targets",
+            "set adapter=lora, or parallelism=fsdp parallelism.tensor=1",
+        ),
+        (
+            (*TENSOR_EXPERTS, "adapter=lora", "adapter.targets=[.*]", "adapter.rank=5"),
+            "adapter.rank",
+            "set adapter.rank=6",
         ),
         (
             ("parallelism=tensor", "parallelism.tensor=2", "hardware=h100", "compile=block"),
@@ -133,6 +144,27 @@ def test_lora_and_rslora_adapt_experts(adapter: str, targets: str, roles: set[st
     sizes = run.model.width + run.model.hidden_dim
     expected = run.model.layers * 3 * run.model.routed_experts * run.adapter.rank * sizes
     assert experts == expected * ("experts" in roles)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        ("adapter=lora", "adapter.targets=[.*]"),
+        (
+            "adapter=lora",
+            "adapter.rank=5",
+            "adapter.targets=[attention.*,feedforward.experts.down]",
+        ),
+        ("adapter=pissa", "adapter.targets=[.*]"),
+        ("adapter=dora", "adapter.targets=[.*up]"),
+        ("adapter=ia3",),
+        ("adapter=prefix", "data.sequence=32"),
+        ("adapter=prompt", "data.sequence=32"),
+    ],
+    ids=" ".join,
+)
+def test_adapters_support_tensor_parallel_experts(adapter: tuple[str, ...]) -> None:
+    compose((*EXPERTS, *TENSOR_EXPERTS, *adapter), check_machine=False)
 
 
 def test_muon_updates_experts_by_adamw() -> None:

@@ -142,16 +142,14 @@ class AdapterOps(LinearOps):
             in_features,
             forward_spec.adapter_rank,
         )
-        narrow = (
-            self.add_reduction(narrow, scatter=forward_spec.sequence_parallel)
-            if row_parallel
-            else narrow
-        )
+        reduces_narrow = row_parallel and reduces
+        if reduces_narrow:
+            narrow = self.add_reduction(narrow, scatter=forward_spec.sequence_parallel)
         wide = self.add_linear(
             narrow,
             forward_spec.adapter_rank,
             out_features,
-            tokens=forward_spec.residual_tokens if row_parallel else forward_spec.num_tokens,
+            tokens=forward_spec.residual_tokens if reduces_narrow else forward_spec.num_tokens,
         )
         if forward_spec.has_magnitudes:
             self._add_dora_norms(in_features, out_features)

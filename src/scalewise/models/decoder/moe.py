@@ -7,11 +7,12 @@ expert: N K without capacity, else E C, of which each expert has C, some of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from scalewise.models.decoder.config import DecoderConfig
@@ -294,13 +295,16 @@ class ExpertMatrices(nn.Module):
         self.num_experts, self.out_features = experts, out_features
         self.weight = nn.Parameter(torch.empty(experts * out_features, in_features))
         self.gradient_scale = 1.0
+        self.grad_placements: Sequence[Placement] | None = None
+        """Placements of the gradient of a DTensor; None: those of the weight."""
 
     def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         """Return the product of each row with the matrix of its expert, as ``nn.Linear``."""
         device = x_RI.device.type
         if torch.is_autocast_enabled(device):
             x_RI = x_RI.to(torch.get_autocast_dtype(device))
-        weight_EOI = local_tensor(self.weight).to(x_RI.dtype).unflatten(0, (-1, self.out_features))
+        weight = local_tensor(self.weight, self.grad_placements)
+        weight_EOI = weight.to(x_RI.dtype).unflatten(0, (-1, self.out_features))
         if self.gradient_scale != 1:
             weight_EOI = scale_gradient(weight_EOI, self.gradient_scale)
         return grouped_mm(x_RI, weight_EOI, ends_E)
