@@ -126,7 +126,7 @@ TENSOR_EXPERT_OPTIONS = {
     "dora": ("adapter=dora", "adapter.targets=[attention.*]"),
     "ia3": ("adapter=ia3",),
     "prefix": ("adapter=prefix", "adapter.tokens=4"),
-    "prompt": ("adapter=prompt", "adapter.tokens=4"),
+    "prompt": ("adapter=prompt", "adapter.tokens=4", "model.context=36"),
 }
 TENSOR_EXPERT_CASES = [
     *(

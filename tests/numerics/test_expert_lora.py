@@ -258,6 +258,35 @@ def test_adapted_experts_under_a_strategy_equal_one_device(
     assert_same_training(run, reference_run("clipped", *options))
 
 
+ONE_DEVICE = ("trainer.micro_batch=12",)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((*STRATEGIES["tensor"], "trainer.micro_batch=4"), ONE_DEVICE),
+        ((*mesh(shards=4, expert=2, tensor=2), "trainer.micro_batch=3"), ONE_DEVICE),
+        (ONE_DEVICE, (*EXPERT_TENSOR, "trainer.micro_batch=6")),
+    ],
+    ids=" ".join,
+)
+def test_checkpoints_with_adapted_experts_resume_under_another_strategy(
+    first: tuple[str, ...], second: tuple[str, ...], tmp_path: Path, shared_cache: Path
+) -> None:
+    run_job = JobRunner(tmp_path, shared_cache)
+    train = (*TINY_DECODER, *BATCHES["clipped"], *WITH_EXPERTS, *LORA, EVEN_RANK, ALL_LAYERS)
+    train = (*train, "trainer.max_steps=4", "trainer.validate_every=null", "checkpoint.every=2")
+    full_run = run_job.without_defaults(*train, *first)
+    resumed = run_job.without_defaults(*train, *second, resume=full_run.checkpoint(2))
+    assert resumed.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-5)
+    expected, actual = full_run.weights(), resumed.weights()
+    assert actual.keys() == expected.keys()
+    for name in (name for name in expected if ".experts." in name and ".lora_" in name):
+        assert expected[name].abs().max() > 0, name
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
 SIZES = ("model.width=64", "model.heads=4", "trainer.micro_batch=8", "trainer.max_steps=4")
 
 
@@ -269,6 +298,16 @@ SIZES = ("model.width=64", "model.heads=4", "trainer.micro_batch=8", "trainer.ma
         pytest.param(("parallelism=fsdp",), marks=EXHAUSTIVE),
         pytest.param(("memory=checkpoint_selective",), marks=EXHAUSTIVE),
         pytest.param(("precision=bf16_mixed",), marks=EXHAUSTIVE),
+        *(
+            pytest.param(overrides, marks=EXHAUSTIVE)
+            for overrides in (
+                STRATEGIES["tensor"],
+                (*STRATEGIES["tensor"], ALL_LAYERS, "memory=checkpoint_full"),
+                (*STRATEGIES["tensor"], "adapter.targets=[attention.*]"),
+                (*mesh(shards=2, tensor=2), EVEN_RANK, ALL_LAYERS),
+                (*EXPERT_TENSOR, ALL_LAYERS, "model.capacity_factor=2.0"),
+            )
+        ),
     ],
     ids=" ".join,
 )
