@@ -17,7 +17,7 @@ from fixtures.collective_counts import (
 )
 from fixtures.hf_checkpoints import HFCheckpoints
 from fixtures.job_runner import JobRunner
-from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER, mesh
+from fixtures.strategies import GEMMA3, GPT2, LLAMA, PHI, STRATEGIES, TINY_DECODER, mesh
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +28,7 @@ from scalewise.planner.communication import list_collectives
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
 
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
-ARCHITECTURES = {"gemma3": (*LLAMA, *GEMMA3)}
+ARCHITECTURES = {"gemma3": (*LLAMA, *GEMMA3), "phi": (*LLAMA, *PHI)}
 RECOMPUTE_OPTIONS = {
     "none": (),
     "full": ("memory=checkpoint_full",),
@@ -215,7 +215,7 @@ def test_collectives_of_pipeline_products_equal_prediction(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("option", ["none", "full"])
+@pytest.mark.parametrize("option", ["none", "full", "lora"])
 @pytest.mark.parametrize(
     "strategy", ["tensor", "tensor_no_sequence_parallel", "shard_tensor", "context_gather"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
@@ -30,11 +31,11 @@ def expert_collectives(partition: RankPartition) -> Iterator[Collective]:
         yield Collective(CollectiveKind.all_reduce, group, size, count, "load of experts")
     if mesh.expert == 1:
         return
-    layers = num_layers * partition.forward_passes
-    recomputed = {
-        kind: count * partition.forward_passes
-        for kind, count in partition.recomputed_layers.items()
-    }
+    passes = partition.forward_passes
+    forwards = num_layers * (1 + partition.run.runs_reference_forward)
+    recomputed = Counter(
+        kind for kind, block in partition.recomputed_blocks if block["feedforward"].has_experts
+    )
     tokens = partition.sequences * partition.tokens_per_sequence
     row_bytes = model.width * partition.activation_element_bytes
     capacity = model.expert_capacity(tokens)
@@ -43,13 +44,12 @@ def expert_collectives(partition: RankPartition) -> Iterator[Collective]:
         CollectiveKind.all_to_all,
         axes,
         rows * row_bytes,
-        4 * layers
-        + 2 * recomputed.get(Recompute.full, 0)
-        - partition.forward_passes * _frozen_exchanges(partition),
+        passes
+        * (2 * (forwards + num_layers + recomputed[Recompute.full]) - _frozen_exchanges(partition)),
         "tokens of experts and their gradients",
     )
     size = model.routed_experts * INT32_BYTES
-    counts = (layers + sum(recomputed.values())) * (capacity is None)
+    counts = passes * (forwards + recomputed.total()) * (capacity is None)
     yield Collective(CollectiveKind.all_to_all, axes, size, counts, "number of tokens per expert")
 
 

@@ -162,6 +162,14 @@ class RankPartition(RankStages):
             yield from sublayers_without_gradient(self.adapted_blocks, residual)
 
     @property
+    def recomputed_blocks(self) -> tuple[tuple[Recompute, AdaptedBlock], ...]:
+        """Recomputed blocks; those before all trained weights have no backward pass."""
+        *_, without_backward = (0, *(it.block for it in self.sublayers_without_gradient))
+        kinds = recompute_per_layer(self.run.memory, self.stages)
+        blocks = [*zip(kinds, self.adapted_blocks, strict=True)]
+        return tuple(it for it in blocks[without_backward:] if it[0] is not Recompute.nothing)
+
+    @property
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Tensor parallel style of each module."""
         return _tensor_parallel_styles(self.run.adapter, self.run.model)

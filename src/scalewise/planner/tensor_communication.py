@@ -10,7 +10,7 @@ from scalewise.models.base import TPStyle, tp_style
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind
 from scalewise.planner.adapted_layers import AdaptedBlock
-from scalewise.planner.rank_partition import RankPartition, recompute_per_layer
+from scalewise.planner.rank_partition import RankPartition
 
 SCALAR_BYTES = 4
 """Bytes of a loss or a norm."""
@@ -30,7 +30,7 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
     # Around each pair of matrices, in forward and backward; embedding and head form one pair.
     reductions = 4 * layers + first + last
     chunked = partition.run.objective.loss_chunk is not None
-    recomputed_blocks = _recomputed_blocks(partition)
+    recomputed_blocks = partition.recomputed_blocks
     recomputed = sum(
         _recomputed_reductions(partition, block)
         for kind, block in recomputed_blocks
@@ -104,15 +104,6 @@ def _skipped_by_adapter(partition: RankPartition) -> SkippedCollectives:
     return SkippedCollectives(int(not trains_input) + without_output_gradient, len(frozen))
 
 
-def _recomputed_blocks(partition: RankPartition) -> list[tuple[Recompute, AdaptedBlock]]:
-    """Return the recomputed blocks; those before all trained weights have no backward pass."""
-    *_, without_backward = (0, *(it.block for it in partition.sublayers_without_gradient))
-    kinds = recompute_per_layer(partition.run.memory, partition.stages)
-    blocks = zip(kinds, partition.adapted_blocks, strict=True)
-    blocks_with_backward = [*blocks][without_backward:]
-    return [it for it in blocks_with_backward if it[0] is not Recompute.nothing]
-
-
 def _recomputed_reductions(partition: RankPartition, block: AdaptedBlock) -> int:
     """Return the sums of partial outputs of a block that is recomputed.
 
@@ -130,7 +121,7 @@ def _lora_collectives(partition: RankPartition) -> Iterator[Collective]:
     rows = passes * sum(it.adapted_row_layers for it in sublayers)
     recomputed_rows = passes * sum(
         sublayer.adapted_row_layers
-        for kind, block in _recomputed_blocks(partition)
+        for kind, block in partition.recomputed_blocks
         if kind is Recompute.full
         for sublayer in block.values()
     )
