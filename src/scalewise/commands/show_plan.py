@@ -100,11 +100,6 @@ def print_plan(plan: Plan) -> None:
             f"With balanced experts; {format_bytes(fit.unbalanced_peak)} if those of a rank "
             f"receive {UNBALANCED_LOAD:g} times the mean load"
         )
-    if fit.unmodeled_memory and fit.traced_peak is None:
-        console.print(
-            f"Not included: {fit.unmodeled_memory}; set plan.method=trace to include it",
-            style="yellow",
-        )
     _print_time(console, plan)
     _print_host_and_disk(console, plan)
 

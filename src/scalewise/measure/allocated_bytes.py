@@ -70,7 +70,8 @@ class LiveBytes(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
         self._device_type = device_type
-        self._resizable = [tensor.untyped_storage() for tensor in resizable]
+        # A pipeline replaces some receive buffers, and no reference may keep the old ones alive.
+        self._resizable = [weakref.ref(tensor.untyped_storage()) for tensor in resizable]
         self._counted_bytes = self._peak = 0
         self._live_storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._sent = False
@@ -106,7 +107,8 @@ class LiveBytes(TorchDispatchMode):
     @property
     def resizable_bytes(self) -> int:
         """Current size of the resizable tensors, in bytes."""
-        return sum(storage.nbytes() for storage in self._resizable)
+        storages = (reference() for reference in self._resizable)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     @property
     def current_bytes(self) -> int:

@@ -33,6 +33,7 @@ class LinearOps:
         tokens: int | None = None,
         matrices: int = 1,
         scales_gradient: bool = False,
+        has_joint_backward: bool = False,
         live_tensors: tuple[int, ...] = (),
     ) -> int:
         """Add a linear layer; under autocast with the casts of its weight, bias and input.
@@ -40,6 +41,7 @@ class LinearOps:
         ``matrices``: number of stacked matrices, each token being multiplied by one of them. Their
         cast is freed after the matmul; autocast keeps that of a single one. ``scales_gradient``:
         whether the gradient of the weight is multiplied by a number, out of place.
+        ``has_joint_backward``: as in ``Op``.
         """
         forward_spec, graph = self.forward_spec, self.graph
         tokens = tokens or forward_spec.num_tokens
@@ -73,6 +75,7 @@ class LinearOps:
                 trained_numel * forward_spec.gradient_element_bytes,
             ),
             weight_gradient_first=not bias,
+            has_joint_backward=has_joint_backward,
             backward_scratch=gathered_bytes
             + trained_numel * forward_spec.compute_element_bytes * scales_gradient,
             saved_by_selective=self._is_next_matmul_saved(),

@@ -177,6 +177,9 @@ class Op:
     """Bytes of the weight gradient as computed, and as stored in ``.grad``."""
     weight_gradient_first: bool = True
     """Whether the weight gradient is computed before the input gradients."""
+    has_joint_backward: bool = False
+    """Whether backward computes the gradients of inputs and of the weight even if only one of them
+    is read, as in a split backward."""
     forward_scratch: int = 0
     """Bytes of temporary tensors in forward."""
     backward_scratch: int = 0
@@ -262,6 +265,7 @@ class OpGraph:
         gradients: Sequence[int] | None = None,
         weight_gradient_bytes: tuple[int, int] = (0, 0),
         weight_gradient_first: bool = True,
+        has_joint_backward: bool = False,
         extra_output_bytes: Sequence[int] = (),
         saves_output: bool = False,
         shares_gradient: bool = False,
@@ -306,6 +310,7 @@ class OpGraph:
                 gradient_views=gradient_views,
                 weight_gradient_bytes=weight_gradient_bytes,
                 weight_gradient_first=weight_gradient_first,
+                has_joint_backward=has_joint_backward,
                 forward_scratch=forward_scratch,
                 backward_scratch=backward_scratch,
                 cast_bytes=cast_bytes,

@@ -118,11 +118,6 @@ class ParallelismConfig(ABC):
         ranks = self.world_size
         return ranks, min(ranks, devices_per_node or ranks)
 
-    @property
-    def unmodeled_memory(self) -> str:
-        """Memory that the analytic model does not include; empty if there is none."""
-        return ""
-
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks of the group along ``axes`` that contains ``rank``."""
         return tuple(range(self.world_size))

@@ -237,11 +237,6 @@ class MeshConfig(ParallelismConfig):
         """Whether backward is not split: compiled code computes all gradients at once."""
         return not self.splits_backward
 
-    @property
-    def unmodeled_memory(self) -> str:
-        """Memory that a schedule with split backward keeps for weight gradients."""
-        return "tensors kept for deferred weight gradients" * self.splits_backward
-
     def resolve(self, devices: int | None) -> Self:
         """Return the config with the ``auto`` size filled in."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]

@@ -56,7 +56,7 @@ class DeviceMemory:
             run.model, run.memory, passes.stages, forward_spec, saved_on, *gradient_mode
         )
         self._groups = [
-            _persistent_entries(configs, states),
+            persistent_entries(configs, states),
             _gradient_entries(configs, states, state_point, liveness.gradients),
             activation_entries(
                 run.model,
@@ -99,7 +99,7 @@ class DeviceMemory:
 
 
 @lru_cache(maxsize=4096)
-def _persistent_entries(configs: StateConfigs, states: RankStates) -> EntryGroup:
+def persistent_entries(configs: StateConfigs, states: RankStates) -> EntryGroup:
     """Return the entries of parameters and optimizer state."""
     kind = PersistentStates if states.zero is None else ZeroPersistentStates
     return group_entries(kind(configs, states).iter_entries())

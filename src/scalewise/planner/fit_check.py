@@ -54,11 +54,6 @@ class FitStatus(StrEnum):
 
 NUM_LISTED_ENTRIES = 3
 """Number of entries in the error message of a run that does not fit."""
-UNMODELED_FACTOR = 2.0
-"""Upper bound of actual over predicted memory of a strategy with unmodeled memory.
-
-Traces of zero-bubble pipelines (Llama 3 8B, 12 layers, 2 stages) need up to 1.9 times as much.
-"""
 UNBALANCED_LOAD = 2.0
 """Load of the busiest expert-parallel rank in the highest prediction, relative to the mean."""
 PROCESS_BYTES = int(0.4 * GIB)
@@ -87,8 +82,6 @@ class FitReport:
     """Main memory of a node that the profile has."""
     traced_peak: int | None = None
     """Peak of a trace; replaces the peak of the breakdown."""
-    unmodeled_memory: str = ""
-    """Memory that the breakdown leaves out; empty if there is none."""
     unbalanced_peak: int = 0
     """Peak of a rank whose experts receive ``UNBALANCED_LOAD`` times the mean load; 0 without
     expert parallelism, and with a capacity of experts."""
@@ -102,8 +95,6 @@ class FitReport:
     def reserved(self) -> tuple[int, int, int]:
         """Reserved memory: lowest, typical, highest, in bytes."""
         low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED_FACTORS
-        if self.unmodeled_memory and self.traced_peak is None:
-            high *= UNMODELED_FACTOR
         factors = (low, mean, high)
         peaks = (self.peak, self.peak, max(self.peak, self.unbalanced_peak))
         lowest, typical, highest = (
@@ -134,7 +125,7 @@ def check_fit(run: RunConfig) -> FitReport:
     """Compare the rank of ``run`` with the highest peak with the hardware."""
     on_cpu, host_gib = run.hardware.device is DeviceKind.cpu, run.hardware.host_memory_gib
     breakdown = peak_memory.worst_rank_breakdown(run)
-    details: dict[str, Any] = {"unmodeled_memory": run.parallelism.unmodeled_memory}
+    details: dict[str, Any] = {}
     if on_cpu and run.launch.memory_limit_gib is not None:
         details["process_overhead"] = _process_overhead(run, breakdown.peak)
     has_capacity = getattr(run.model, "capacity_factor", None) is not None

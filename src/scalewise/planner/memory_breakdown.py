@@ -121,6 +121,7 @@ ENTRY_TITLES = {
     "activations of the embedding": "embedding activations",
     "activations of the head": "head activations",
     "activations of other pieces": "activations of other micro-batches",
+    "kept for weight gradients": "tensors for weight gradients",
     "rotations": "RoPE tables",
     "at work": "temporary tensors",
     "output of the stage": "stage output",

@@ -9,6 +9,7 @@ from scalewise.planner.memory_breakdown import MemoryBreakdown
 from scalewise.planner.rank_memory import RankMemory, rank_memory_of
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.planner.rank_step import peak_points, state_configs
+from scalewise.planner.split_backward_memory import SplitBackwardMemory
 from scalewise.run_config import RunConfig
 
 
@@ -46,9 +47,11 @@ def _distinct_rank_memories(run: RunConfig) -> list[RankMemory]:
     return [rank_memory_of(run, rank) for rank in ranks]
 
 
-def _device_at_peak(run: RunConfig, rank_memory: RankMemory) -> DeviceMemory:
+def _device_at_peak(run: RunConfig, rank_memory: RankMemory) -> DeviceMemory | SplitBackwardMemory:
     """Return a rank at the point of a step with its highest peak."""
     configs = state_configs(run, rank_memory.forward_spec)
+    if rank_memory.split_schedule is not None:
+        return SplitBackwardMemory(run, rank_memory, rank_memory.split_schedule, configs)
     points = peak_points(rank_memory)
     devices = (DeviceMemory(run, rank_memory, configs, point) for point in points)
     return max(devices, key=lambda it: it.peak)

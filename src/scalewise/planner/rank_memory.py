@@ -21,6 +21,7 @@ from scalewise.planner.forward_pass import forward_spec
 from scalewise.planner.last_run import remember_last_run
 from scalewise.planner.rank_partition import RankStages, partition_of
 from scalewise.planner.rank_states import FSDPMemory, RankStates, ZeroMemory
+from scalewise.planner.split_schedule import SplitSchedule
 from scalewise.quantization.config import weights_by_block
 from scalewise.run_config import RunConfig
 
@@ -64,6 +65,8 @@ class RankMemory(RankStates):
     have one."""
     num_gradient_buffers: int = 1
     """Number of micro-batches with a buffer for received gradients; in torch all of a schedule."""
+    split_schedule: SplitSchedule | None = None
+    """Order of passes of a pipeline whose backward is split."""
 
     @cached_property
     def states(self) -> RankStates:
@@ -207,6 +210,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         gradient_shards=shards,
         state_shards=shards,
         in_flight=_max_in_flight(config, rank),
+        split_schedule=_split_schedule(config, rank) if config.splits_backward else None,
         num_pipeline_micro_batches=pipeline_micro_batches,
         num_stage_buffers=pipeline_micro_batches,
         num_gradient_buffers=pipeline_micro_batches,
@@ -219,6 +223,18 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
     )
 
 
+def _split_schedule(mesh: MeshConfig, rank: int) -> SplitSchedule:
+    """Return the order of passes of a rank whose backward is split."""
+    ranks = mesh.sizes["pipeline"]
+    return SplitSchedule(
+        mesh.pipeline_schedule,
+        ranks,
+        rank // (mesh.world_size // ranks),
+        mesh.resolved_stages_per_rank,
+        mesh.num_pipeline_micro_batches,
+    )
+
+
 def _max_in_flight(mesh: MeshConfig, rank: int) -> int:
     """Return the maximum number of forward passes through one stage that wait on a rank.
 
@@ -228,6 +244,8 @@ def _max_in_flight(mesh: MeshConfig, rank: int) -> int:
     ranks = mesh.sizes["pipeline"]
     if ranks == 1:
         return 1
+    if mesh.splits_backward:
+        return _split_schedule(mesh, rank).max_in_flight
     if mesh.pipeline_schedule is PipelineSchedule.gpipe:
         return mesh.num_pipeline_micro_batches
     ranks_after = ranks - 1 - rank // (mesh.world_size // ranks)

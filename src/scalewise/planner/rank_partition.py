@@ -218,7 +218,8 @@ def _list_distinct_mesh_ranks(config: MeshConfig, run: RunConfig) -> tuple[int, 
     """Return the first rank of each distinct set of pipeline stages.
 
     Stages differ by their number of layers, embedding and head. Of equal ranks, the first has
-    the most forward passes waiting for their backward.
+    the most forward passes waiting for their backward, unless backward is split: then later ranks
+    defer more weight gradients, and all are distinct.
     """
     stages = split_stages(run.model, config.num_stages, run.data.sequence)
     rank_by_stages: dict[object, int] = {}
@@ -226,7 +227,7 @@ def _list_distinct_mesh_ranks(config: MeshConfig, run: RunConfig) -> tuple[int, 
         rank = pipeline_rank * config.world_size // config.sizes["pipeline"]
         rank_stages = [stages[index] for index in config.stage_indices(rank)]
         key = tuple((len(stage.layers), stage.is_first, stage.is_last) for stage in rank_stages)
-        rank_by_stages.setdefault(key, rank)
+        rank_by_stages.setdefault((key, rank) if config.splits_backward else key, rank)
     return tuple(rank_by_stages.values())
 
 

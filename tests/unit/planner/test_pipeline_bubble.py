@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
+from fixtures.torch_schedules import actions_by_rank
+from torch.distributed.pipelining.schedules import _ComputationType
 
 from scalewise.parallelism.mesh import PipelineSchedule
 from scalewise.planner.pipeline_bubble import StageSeconds, bubble_seconds
@@ -27,26 +27,6 @@ PASSES: Mapping[_ComputationType, str] = {
     _ComputationType.BACKWARD_WEIGHT: "W",
 }
 """Passes of an action: forward, gradients of inputs, gradients of weights."""
-
-
-def actions_by_rank(
-    schedule: PipelineSchedule, ranks: int, stages: int, micro_batches: int
-) -> list[list[Any]]:
-    """Actions of each rank in torch's order."""
-    local_stages = [
-        SimpleNamespace(
-            num_stages=ranks * stages,
-            group_size=ranks,
-            group_rank=0,
-            stage_index=index,
-            has_backward=True,
-            submod=None,
-        )
-        for index in range(0, ranks * stages, ranks)
-    ]
-    schedule_class = cast(Any, get_schedule_class(schedule.value))
-    order = schedule_class(local_stages, micro_batches).pipeline_order
-    return [[action for action in order[rank] if action is not None] for rank in range(ranks)]
 
 
 def step_seconds(actions: Sequence[list[Any]], num_stages: int, stage: StageSeconds) -> float:

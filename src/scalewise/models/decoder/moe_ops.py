@@ -7,7 +7,8 @@ from scalewise.models.decoder.moe_config import EXPERTS_MODULE, RouterScore
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import OpWork
 
-INT64 = 8
+INT64, BF16 = 8, 2
+"""Bytes per element."""
 
 
 class ExpertOps(AdapterOps):
@@ -231,12 +232,15 @@ class ExpertOps(AdapterOps):
     def _add_grouped_mm(
         self, x: int, in_features: int, out_features: int, *, trains: bool = True
     ) -> int:
+        forward_spec = self.forward_spec
         return self.add_linear(
             x,
             in_features,
             out_features,
             trains=trains,
             tokens=self._num_expert_rows,
-            matrices=self.spec.routed_experts // self.forward_spec.expert_ranks,
-            scales_gradient=self.forward_spec.expert_ranks > 1,
+            matrices=self.spec.routed_experts // forward_spec.expert_ranks,
+            scales_gradient=forward_spec.expert_ranks > 1,
+            # CUDA's kernel of bf16 matmuls is part of torch; the loop over experts is not.
+            has_joint_backward=forward_spec.on_cpu or forward_spec.compute_element_bytes != BF16,
         )

@@ -1,0 +1,219 @@
+"""Memory of a rank whose pipeline schedule computes the gradients of inputs and weights apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import islice
+
+from scalewise.planner.activation_liveness import memory_of_saved_tensors, model_op_graphs
+from scalewise.planner.device_memory import DeviceMemory, persistent_entries
+from scalewise.planner.memory_breakdown import MemoryBreakdown, MemoryEntry, StepPhase
+from scalewise.planner.rank_memory import RankMemory
+from scalewise.planner.rank_step import PeakPoint, StateConfigs, rank_step
+from scalewise.planner.split_schedule import PassKind, SplitPoint, SplitSchedule
+from scalewise.planner.split_stage import stage_memory
+from scalewise.run_config import RunConfig
+
+REASONS = {
+    "activations of blocks": "of the micro-batch whose backward runs",
+    "activations of other pieces": "saved by forward passes that wait for their backward",
+    "kept for weight gradients": "saved tensors, and gradients of the outputs of layers",
+    "gradients": "accumulated over micro-batches",
+    "whole gradients": "kept until the reduction after the last backward",
+    "gathered weights of blocks": "kept until the next forward",
+    "gathered weights outside of blocks": "kept until the schedule ends",
+    "buffers between stages": "received tensors, and gradients of inputs until the next step",
+    "at work": "of the pass that is running, freed after it",
+}
+"""Meaning of each entry that depends on the schedule."""
+
+
+class SplitBackwardMemory:
+    """Memory of one rank over all passes of its schedule.
+
+    Args:
+        run: Run that trains.
+        rank_memory: Partition of the rank.
+        schedule: Order of its passes.
+        configs: Configs of the run that decide the memory of model states.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        rank_memory: RankMemory,
+        schedule: SplitSchedule,
+        configs: StateConfigs,
+    ) -> None:
+        states, forward_spec = rank_memory.states, rank_memory.forward_spec
+        self._schedule, self._states = schedule, states
+        self._persistent = persistent_entries(configs, states).entries
+        self._persistent_bytes = sum(
+            entry.bytes.get(StepPhase.forward, 0) for entry in self._persistent
+        )
+        end = PeakPoint(
+            finished_backwards=schedule.micro_batches, follows_forward=False, ends_schedule=True
+        )
+        self._after_schedule = DeviceMemory(run, rank_memory, configs, end).breakdown.entries
+        step = rank_step(configs, states, PeakPoint())
+        self._step, self._on_cpu = step, forward_spec.on_cpu
+        stages = rank_memory.stages
+        self._stages = [
+            stage_memory(
+                run.model,
+                run.memory,
+                stage,
+                forward_spec,
+                memory_of_saved_tensors(run),
+                step.last_gather_bytes,
+                has_local_next=schedule.has_local_next(index),
+                has_local_previous=index > 0 and schedule.has_local_next(index - 1),
+            )
+            for index, stage in enumerate(stages)
+        ]
+        num_buffers = sum((not it.is_first) + (not it.is_last) for it in stages)
+        residual_bytes = model_op_graphs(run.model, forward_spec).block.sizes[0]
+        self._buffer_bytes = schedule.micro_batches * num_buffers * residual_bytes
+        self._gathered_by_stage: list[int] = []
+        if (fsdp := states.fsdp) is not None:
+            gathered = map(fsdp.gathered_bytes, states.list_block_weights())
+            self._gathered_by_stage = [sum(islice(gathered, len(it.layers))) for it in stages]
+
+    @cached_property
+    def peak(self) -> int:
+        """Peak memory, in bytes."""
+        peaks = [size for size, _ in self._peaks.values()]
+        return max(*peaks, *(sum(sizes.values()) for sizes in self._end_sizes.values()))
+
+    @cached_property
+    def breakdown(self) -> MemoryBreakdown:
+        """Memory breakdown; each phase is that of the pass with its highest peak."""
+        sizes: dict[StepPhase, Mapping[str, int]] = {
+            phase: self._schedule_sizes(point, phase) for phase, (_, point) in self._peaks.items()
+        }
+        sizes |= self._end_sizes
+        texts = {entry.name: entry for entry in (*self._after_schedule, *self._persistent)}
+        names = dict.fromkeys(name for each in sizes.values() for name in each)
+        entries = []
+        for name in names:
+            by_phase = {phase: each[name] for phase, each in sizes.items() if each.get(name)}
+            formula, reason = "", REASONS.get(name, "")
+            if name in texts and name not in REASONS:
+                formula, reason = texts[name].formula, texts[name].reason
+            entries.append(MemoryEntry(name, by_phase, formula, reason))
+        return MemoryBreakdown(tuple(entry for entry in entries if entry.max_bytes))
+
+    @cached_property
+    def _peaks(self) -> Mapping[StepPhase, tuple[int, SplitPoint]]:
+        """Highest peak of each phase of the schedule, and the point of its pass."""
+        peaks: dict[StepPhase, tuple[int, SplitPoint]] = {}
+        for point in self._schedule.points:
+            before = self._persistent_bytes + sum(self._state_sizes(point).values())
+            for phase, size in self._running_peaks(point).items():
+                if before + size > peaks.get(phase, (0, point))[0]:
+                    peaks[phase] = (before + size, point)
+        return peaks
+
+    def _running_peaks(self, point: SplitPoint) -> Mapping[StepPhase, int]:
+        """Peak of the running pass by phase, above the bytes before it."""
+        has_gradients = self._accumulates or point.finished[point.stage] > 0
+        return self._stages[point.stage].peaks[point.kind, not has_gradients]
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients of an earlier schedule are added to."""
+        return self._step.gradients_persist and self._states.fsdp is None
+
+    def _schedule_sizes(self, point: SplitPoint, phase: StepPhase) -> Mapping[str, int]:
+        """Bytes by entry in a phase of a pass."""
+        persistent = {it.name: it.bytes.get(StepPhase.forward, 0) for it in self._persistent}
+        return (
+            persistent | self._state_sizes(point) | {"at work": self._running_peaks(point)[phase]}
+        )
+
+    def _state_sizes(self, point: SplitPoint) -> dict[str, int]:
+        """Bytes right before a pass, by entry, without those that do not depend on it."""
+        stages, kind = self._stages, point.kind
+        waiting = sum(
+            count * it.waiting_bytes for count, it in zip(point.waiting, stages, strict=True)
+        )
+        deferred = sum(
+            count * it.deferred_bytes for count, it in zip(point.deferred, stages, strict=True)
+        )
+        running = 0
+        if kind is PassKind.input_backward:
+            running = stages[point.stage].waiting_bytes
+            waiting -= running
+        elif kind is PassKind.weight_backward:
+            running = stages[point.stage].deferred_bytes
+            deferred -= running
+        kept = sum(
+            count * it.input_gradient_bytes
+            for count, it in zip(point.finished_inputs, stages, strict=True)
+        )
+        if self._on_cpu:  # NCCL frees what it has sent
+            kept += sum(
+                count * it.sent_output_bytes
+                for count, it in zip(point.finished, stages, strict=True)
+            )
+        return {
+            "activations of blocks": running,
+            "activations of other pieces": waiting,
+            "kept for weight gradients": deferred,
+            "buffers between stages": self._buffer_bytes + kept,
+            **self._gradient_sizes(point),
+            **self._gathered_sizes(point),
+        }
+
+    def _gradient_sizes(self, point: SplitPoint) -> dict[str, int]:
+        """Gradients of the stages whose first weight backward has ended."""
+        states, step = self._states, self._step
+        shards = states.numel(states.gradient_shards, trained=True) * step.gradient_element_bytes
+        sizes = {"gradients": shards} if step.gradients_persist else {}
+        if not self._accumulates:
+            name = "gradients" if states.fsdp is None else "whole gradients"
+            sizes[name] = sum(
+                it.gradient_bytes
+                for count, it in zip(point.finished, self._stages, strict=True)
+                if count
+            )
+        return sizes
+
+    def _gathered_sizes(self, point: SplitPoint) -> dict[str, int]:
+        """Parameters that FSDP has gathered; the schedule keeps those of a stage after backward."""
+        fsdp, running = self._states.fsdp, point.stage
+        if fsdp is None:
+            return {}
+        groups = [fsdp.groups.root, fsdp.groups.head]
+        blocks = self._gathered_by_stage
+        if fsdp.keeps_unsharded:
+            groups.append(fsdp.groups.embedding)
+            gathered = sum(blocks)
+        else:
+            others = zip(blocks, point.follows_backward, strict=True)
+            gathered = sum(
+                size for index, (size, kept) in enumerate(others) if kept and index != running
+            )
+            if point.kind is not PassKind.forward:
+                gathered += blocks[running]
+            else:
+                gathered += self._step.gathered_block_bytes
+                if not point.follows_backward[running]:
+                    gathered += self._step.gather_buffer_bytes * self._step.gathers_in_forward
+        return {
+            "gathered weights of blocks": gathered,
+            "gathered weights outside of blocks": sum(map(fsdp.gathered_bytes, groups)),
+        }
+
+    @cached_property
+    def _end_sizes(self) -> Mapping[StepPhase, Mapping[str, int]]:
+        """Bytes by entry in the phases after the last pass."""
+        kept = self._schedule.micro_batches * sum(it.input_gradient_bytes for it in self._stages)
+        phases = [StepPhase.reduce_rest] if self._states.fsdp is not None else []
+        sizes = {}
+        for phase in (*phases, StepPhase.optimizer):
+            by_name = {it.name: it.bytes.get(phase, 0) for it in self._after_schedule}
+            name = "buffers between stages"
+            sizes[phase] = by_name | {name: by_name.get(name, 0) + kept}
+        return sizes
