@@ -20,7 +20,7 @@ REASONS = {
     "activations of other pieces": "saved by forward passes that wait for their backward",
     "kept for weight gradients": "saved tensors, and gradients of the outputs of layers",
     "gradients": "accumulated over micro-batches",
-    "whole gradients": "kept until the reduction after the last backward",
+    "whole gradients": "kept until the reduction after the last backward of their stage",
     "gathered weights of blocks": "kept until the next forward",
     "gathered weights outside of blocks": "kept until the schedule ends",
     "buffers between stages": "received tensors, and gradients of inputs until the next step",
@@ -118,6 +118,8 @@ class SplitBackwardMemory:
     def _running_peaks(self, point: SplitPoint) -> Mapping[StepPhase, int]:
         """Peak of the running pass by phase, above the bytes before it."""
         has_gradients = self._accumulates or point.finished[point.stage] > 0
+        if self._converts_gradients(point.stage):
+            has_gradients = point.follows_weights[point.stage]
         return self._stages[point.stage].peaks[point.kind, not has_gradients]
 
     @property
@@ -167,18 +169,48 @@ class SplitBackwardMemory:
         }
 
     def _gradient_sizes(self, point: SplitPoint) -> dict[str, int]:
-        """Gradients of the stages whose first weight backward has ended."""
-        states, step = self._states, self._step
+        """Gradients of all stages, with FSDP whole until the last micro-batch of a stage."""
+        states, step, stages = self._states, self._step, range(len(self._stages))
         shards = states.numel(states.gradient_shards, trained=True) * step.gradient_element_bytes
-        sizes = {"gradients": shards} if step.gradients_persist else {}
-        if not self._accumulates:
-            name = "gradients" if states.fsdp is None else "whole gradients"
-            sizes[name] = sum(
-                it.gradient_bytes
-                for count, it in zip(point.finished, self._stages, strict=True)
-                if count
-            )
-        return sizes
+        if self._accumulates:
+            return {"gradients": shards}
+        whole = {index: self._stage_gradients(point, index) for index in stages}
+        if states.fsdp is None:
+            return {"gradients": sum(whole.values())}
+        reduced = [index for index in stages if self._is_reduced(point, index)]
+        if not step.gradients_persist:
+            shards = sum(whole.pop(index) // states.fsdp.num_shards for index in reduced)
+        return {
+            "gradients": shards,
+            "whole gradients": sum(size for index, size in whole.items() if index not in reduced),
+        }
+
+    def _stage_gradients(self, point: SplitPoint, index: int) -> int:
+        """Gradients of a stage before their reduction, in bytes."""
+        if not point.finished[index]:
+            return 0
+        gradients = self._stages[index].gradient_bytes
+        if self._states.fsdp is None:
+            return gradients
+        element_bytes = self._step.configs.gradient_element_bytes
+        summed = gradients * self._states.fsdp.reduced_element_bytes // element_bytes
+        if not self._converts_gradients(index) or self._is_reduced(point, index):
+            return summed
+        return summed * point.continues_backward[index] + gradients * point.follows_weights[index]
+
+    def _converts_gradients(self, index: int) -> bool:
+        """Whether FSDP adds gradients of a stage to a sum of another format.
+
+        It does so in the next input backward: a weight backward is none of the module.
+        """
+        fsdp = self._states.fsdp
+        if fsdp is None or self._states.stages[index].is_first:
+            return False
+        return fsdp.reduced_element_bytes != self._step.configs.gradient_element_bytes
+
+    def _is_reduced(self, point: SplitPoint, index: int) -> bool:
+        """Whether the gradients of a stage are reduced, which also reshards its parameters."""
+        return point.finished[index] == self._schedule.micro_batches
 
     def _gathered_sizes(self, point: SplitPoint) -> dict[str, int]:
         """Parameters that FSDP has gathered; the schedule keeps those of a stage after backward."""
@@ -191,9 +223,12 @@ class SplitBackwardMemory:
             groups.append(fsdp.groups.embedding)
             gathered = sum(blocks)
         else:
-            others = zip(blocks, point.follows_backward, strict=True)
             gathered = sum(
-                size for index, (size, kept) in enumerate(others) if kept and index != running
+                size
+                for index, size in enumerate(blocks)
+                if index != running
+                and point.follows_backward[index]
+                and not self._is_reduced(point, index)
             )
             if point.kind is not PassKind.forward:
                 gathered += blocks[running]
@@ -216,4 +251,8 @@ class SplitBackwardMemory:
             by_name = {it.name: it.bytes.get(phase, 0) for it in self._after_schedule}
             name = "buffers between stages"
             sizes[phase] = by_name | {name: by_name.get(name, 0) + kept}
+        if phases:  # the gradients of other stages are reduced before
+            point = self._schedule.points[-1]
+            sizes[StepPhase.reduce_rest] |= self._gradient_sizes(point)
+            sizes[StepPhase.reduce_rest] |= self._gathered_sizes(point)
         return sizes

@@ -51,6 +51,10 @@ class SplitPoint(NamedTuple):
     """Micro-batches whose weight backward has ended."""
     follows_backward: tuple[bool, ...]
     """Whether the last pass through the stage was a backward, or none has run."""
+    follows_weights: tuple[bool, ...]
+    """Whether the last backward of the stage was a weight backward."""
+    continues_backward: tuple[bool, ...]
+    """Whether an input backward of the stage has run after a weight backward."""
 
 
 @cache_hash
@@ -171,10 +175,15 @@ def _interleaved_passes(schedule: SplitSchedule) -> Iterator[StagePass]:
 
 @lru_cache(maxsize=1024)
 def _distinct_points(schedule: SplitSchedule) -> tuple[SplitPoint, ...]:
-    """Return the last point of each state; counts of finished micro-batches only grow."""
+    """Return the last point of each state; counts of finished micro-batches only grow.
+
+    Whether some or all micro-batches have finished is part of the state.
+    """
     stages = schedule.stages_per_rank
     counts = {kind: [0] * stages for kind in PassKind}
-    follows_backward = [True] * stages
+    follows_backward, follows_weights, continues_backward = (
+        [value] * stages for value in (True, False, False)
+    )
     points: dict[object, SplitPoint] = {}
     for kind, stage, _ in schedule.passes:
         forwards, inputs, finished = counts.values()
@@ -186,9 +195,14 @@ def _distinct_points(schedule: SplitSchedule) -> tuple[SplitPoint, ...]:
             tuple(inputs),
             tuple(finished),
             tuple(follows_backward),
+            tuple(follows_weights),
+            tuple(continues_backward),
         )
-        has_gradients = tuple(count > 0 for count in finished)
-        points[(*point[:4], has_gradients, point.follows_backward)] = point
+        progress = tuple((count > 0, count == schedule.micro_batches) for count in finished)
+        points[(*point[:4], progress, *point[6:])] = point
         counts[kind][stage] += 1
         follows_backward[stage] = kind is not PassKind.forward
+        if kind is not PassKind.forward:
+            continues_backward[stage] |= follows_weights[stage]
+            follows_weights[stage] = kind is PassKind.weight_backward
     return tuple(points.values())

@@ -226,6 +226,15 @@ def test_memory_probe_counts_tensors_of_compiled_code() -> None:
     assert phase_bytes["memory/peak_bytes"] >= PARAMETERS + ACTIVATIONS
 
 
+def test_replaced_receive_buffer_does_not_stay_alive() -> None:
+    """A pipeline passes a tensor between two of its stages in place of the buffer."""
+    buffers = [torch.empty(1024)]
+    with LiveBytes(resizable=buffers) as live_bytes:
+        assert live_bytes.current_bytes == 4 * 1024
+        buffers[0] = torch.empty(1024)
+        assert live_bytes.current_bytes == 4 * 1024
+
+
 def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Gloo thread may briefly keep a reference to sent tensors."""
     with LiveBytes() as live_bytes:

@@ -107,6 +107,18 @@ def test_memory_limit_reduces_the_device(plan_of: Callable[..., Plan]) -> None:
     assert plan_of(*LLAMA_8B_STEP, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
 
 
+def test_plan_counts_tensors_that_a_split_backward_keeps(plan_of: Callable[..., Plan]) -> None:
+    overrides = (
+        *LLAMA_8B_STEP,
+        "parallelism=pipeline",
+        "parallelism.pipeline=4",
+        "trainer.micro_batch=8",
+        "parallelism.pipeline_schedule=interleaved_zero_bubble",
+    )
+    entries = {entry.name: entry.max_bytes for entry in plan_of(*overrides).fit.breakdown.entries}
+    assert entries["kept for weight gradients"] > 0
+
+
 def test_suggested_fix_keeps_the_device_count(plan_of: Callable[..., Plan]) -> None:
     base_overrides = [
         override for override in LLAMA_8B_STEP if not override.startswith("parallelism")

@@ -60,3 +60,14 @@ def test_in_flight_passes_are_those_of_both_states() -> None:
     for rank in range(4):
         schedule = SplitSchedule(V_SHAPED, 4, rank, 2, 16)
         assert schedule.max_in_flight == 2 * 4
+
+
+def test_input_backward_after_a_weight_backward_is_part_of_the_state() -> None:
+    """FSDP adds the gradients of a weight backward to their sum in the next input backward."""
+    points = SplitSchedule(INTERLEAVED, 2, 0, 1, 4).points
+    states = {
+        (point.finished[0] > 0, point.follows_weights[0], point.continues_backward[0])
+        for point in points
+        if point.kind is PassKind.weight_backward
+    }
+    assert states == {(False, False, False), (True, False, True)}
