@@ -46,7 +46,7 @@ from scalewise.units import format_count
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Cache format; increased when the cached content changes for the same key."""
 BATCH_TEXTS, BATCH_CHARACTERS = 1000, 2_000_000
 """Number of conversations that are tokenized at once, and their maximum number of characters."""

@@ -29,6 +29,7 @@ from scalewise.data.chat_messages import (
     parse_turns,
 )
 from scalewise.data.chat_templates import ConversationTemplate, RenderedRecord, TextSegment
+from scalewise.data.json_messages import decode_messages
 from scalewise.data.record_files import has_surrogate
 
 TEMPLATE_KEYS = frozenset({"tools", "functions", "documents", "chat_template_kwargs"})
@@ -138,7 +139,8 @@ def parse_pair(
     Their common beginning is not trained on, even if it contains answers. Raises ``ValueError``
     with the reason.
     """
-    record = keys.drop_ignored(record)
+    names = ("prompt", *ANSWER_KEYS, *TURN_KEYS)
+    record = decode_messages(keys.drop_ignored(record), names, keys)
     prompt_messages, read_keys = _prompt_messages(record, keys)
     is_full = read_keys == {"messages"} and isinstance(record.get(ANSWER_KEYS[0]), list)
     if prompt_messages and prompt_messages[-1].role == "assistant" and not is_full:
@@ -169,7 +171,7 @@ def _prompt_messages(
         return (*parse_history(record), keys.question(prompt)), {"prompt", "history"}
     turns_key = next((key for key in ("prompt", *TURN_KEYS) if record.get(key) is not None), None)
     if turns_key:
-        return parse_turns(record[turns_key], keys), {turns_key}
+        return parse_turns(record, turns_key, keys), {turns_key}
     if record.get("instruction") is not None:
         return parse_alpaca(record, keys), {"instruction", "input", "history"}
     return (), set()
@@ -193,7 +195,7 @@ def _with_answer(
     elif isinstance(answer, dict):
         messages = (*prompt_messages, parse_turn(answer, keys))
     else:
-        turns = parse_turns(answer, keys)
+        turns = parse_turns(record, key, keys)
         is_conversation = turns[0].role != "assistant"
         messages = turns if is_conversation else (*prompt_messages, *turns)
         # In UltraFeedback, ``messages`` equals the chosen conversation.
@@ -219,10 +221,10 @@ def _contains_answer(message: Message, conversation: tuple[Message, ...]) -> boo
 
 def parse_conversation(record: dict[str, Any], keys: RecordKeys) -> Conversation:
     """Return the conversation of a record; raises ``ValueError`` with the reason."""
-    record = keys.drop_ignored(record)
+    record = decode_messages(keys.drop_ignored(record), TURN_KEYS, keys)
     turns_key = next((key for key in TURN_KEYS if record.get(key) is not None), None)
     if turns_key:
-        messages, read_keys = parse_turns(record[turns_key], keys), {turns_key}
+        messages, read_keys = parse_turns(record, turns_key, keys), {turns_key}
     elif "instruction" in record and "output" in record:
         if not isinstance(record["output"], str | None):
             raise ValueError("has an instruction, input or output that is not a text")
@@ -268,7 +270,9 @@ def assemble_messages(
         raise ValueError("has different lists in tools and functions")
     functions = tools or functions
     documents = fields.get("documents")
-    if documents is not None and not all(isinstance(document, dict) for document in documents):
+    if documents is not None and not (
+        isinstance(documents, list) and all(isinstance(it, dict) for it in documents)
+    ):
         raise ValueError("has documents that are not a list of objects")
     variables = fields.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):

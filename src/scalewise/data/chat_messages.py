@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from scalewise.data.record_files import has_surrogate
+from scalewise.data.text_files import parse_json
 from scalewise.errors import format_value
 from scalewise.typed_override import format_override
 
@@ -54,8 +55,8 @@ METADATA_KEYS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Keys that describe a record or a turn and are not part of the conversation."""
-TRANSCRIPT_END = re.compile(r"(^|\n)\s*(assistant|gpt|ai|bot)\s*:\s*$", re.IGNORECASE)
-"""End of a text that contains several turns, as in HH-RLHF: a header of the answer."""
+TRANSCRIPT_END = re.compile(r"\s*(assistant|gpt|ai|bot)\s*:", re.IGNORECASE)
+"""Last line of a text that contains several turns, as in HH-RLHF: a header of the answer."""
 TRANSCRIPT_NOTE = (
     "questions that end with the header of an answer, such as 'Assistant:', read as one turn "
     "(to read them as several, use records with messages)"
@@ -170,9 +171,13 @@ class RecordKeys:
         """Count an ignored key."""
         self._notes[f"ignored key {format_value(key)}, occurrences"] += 1
 
+    def count_decoded(self, key: str) -> None:
+        """Count messages that a record has as JSON text."""
+        self._notes[f"JSON texts read as messages, in {key}"] += 1
+
     def question(self, text: str) -> Message:
         """Return a question, and count one that is a transcript of several turns."""
-        if TRANSCRIPT_END.search(text):
+        if TRANSCRIPT_END.fullmatch(text.rstrip().rpartition("\n")[2]):
             self._notes[TRANSCRIPT_NOTE] += 1
         return Message("user", text)
 
@@ -189,10 +194,11 @@ def _is_annotation(key: str, value: object) -> bool:
     return not MEASUREMENT_WORDS.isdisjoint(re.split(r"[^a-z]+", words))
 
 
-def parse_turns(turns: object, keys: RecordKeys) -> tuple[Message, ...]:
-    """Return the messages of a list of turns; raises ``ValueError`` with the reason."""
+def parse_turns(record: Mapping[str, Any], name: str, keys: RecordKeys) -> tuple[Message, ...]:
+    """Return the messages of the turns under a key; raises ``ValueError`` with the reason."""
+    turns = record[name]
     if not isinstance(turns, list) or not turns:
-        raise ValueError("has no list of turns")
+        raise ValueError(f"has no list of turns in {name}")
     return tuple(parse_turn(turn, keys) for turn in turns)
 
 
@@ -224,13 +230,20 @@ def parse_turn(turn: object, keys: RecordKeys) -> Message:
         extra_fields[REASONING_KEYS[0]] = reasoning
     if name == "function_call":
         extra_fields["tool_calls"], content = (
-            list(_iter_tool_calls(_parse_json(content, "a function_call"))),
+            _parse_tool_calls(content, "a function_call", keys),
             None,
         )
     else:
-        key = "tool_calls" if "tool_calls" in fields else "function_call"
-        if calls := _parse_json(fields.get(key), key):
-            extra_fields["tool_calls"] = list(_iter_tool_calls(calls))
+        calls, function_calls = (
+            _parse_tool_calls(fields.get(key), key, keys) for key in ("tool_calls", "function_call")
+        )
+        functions, other_functions = (
+            [call["function"] for call in it] for it in (calls, function_calls)
+        )
+        if calls and function_calls and functions != other_functions:
+            raise ValueError("has a turn with different calls in tool_calls and function_call")
+        if calls or function_calls:
+            extra_fields["tool_calls"] = calls or function_calls
     check_json(extra_fields.get("tool_calls"), "tool_calls")
     if content is None and "tool_calls" not in extra_fields:
         text = "value" if "from" in turn else "content"
@@ -260,7 +273,8 @@ def _part_text(part: object, keys: RecordKeys) -> str:
     if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise ValueError(f"has a turn with a part of type {kind!r}: only text is supported")
-    text = keys.select_fields(keys.drop_ignored(part), {"type", "text"}).get("text", "")
+    keys.select_fields(keys.drop_ignored(part), {"type", "text"})
+    text = part.get("text")
     if not isinstance(text, str):
         raise ValueError("has a turn with a part that is not a text")
     return text
@@ -278,19 +292,25 @@ def _parse_json(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"has {name} that is not JSON ({error})") from error
+        return parse_json(value)
+    except ValueError as error:
+        raise ValueError(f"has {name} that {error}") from error
 
 
-def _iter_tool_calls(calls: object) -> Iterator[dict[str, Any]]:
-    """Yield tool calls in the format of OpenAI and transformers."""
+def _parse_tool_calls(calls: object, name: str, keys: RecordKeys) -> list[dict[str, Any]]:
+    """Return tool calls in the format of OpenAI and transformers, from objects or JSON text."""
+    calls = _parse_json(calls, name)
+    if not calls:
+        return []
+    parsed: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list) else [calls]:
-        call = call if isinstance(call, dict) else {}
+        call = keys.drop_ignored(call) if isinstance(call, dict) else {}
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("has a tool call without a function name")
-        yield call if function is not call else {"type": "function", "function": call}
+        outer = {"type": "function"} if function is call else call
+        parsed.append({**outer, "function": keys.drop_ignored(function)})
+    return parsed
 
 
 def parse_tools(tools: object) -> list[Any] | None:

@@ -295,7 +295,22 @@ class _TurnSpans:
             return None
         if not (prefix_text.startswith(header) and self._full_text.startswith(header)):
             return None
-        return len(header)
+        return self._prompt_end(index, header)
+
+    def _prompt_end(self, index: int, header: str) -> int:
+        """Return the end of the generation prompt in a header; the header's if it has none.
+
+        The text before the last turn may differ from that of the prompt, and the header may
+        continue after it, as by a channel in gpt-oss.
+        """
+        try:
+            earlier_text = self._render(self._messages[: max(0, index - 1)])
+            prompt_text = self._render(self._messages[:index], prompt=True)
+        except ValueError:
+            return len(header)
+        last_turn = prompt_text[len(_common_prefix(earlier_text, prompt_text)) :]
+        start = header.rfind(last_turn)
+        return len(header) if start < 0 else start + len(last_turn)
 
     def _answer_header(self, index: int) -> str | None:
         """Return the text before an answer: the common prefix for different answers."""

@@ -52,11 +52,29 @@ def check_turns(messages: Messages, text: str, render: Render) -> None:
             if renders_same(render, [*prefix[:-1], without], render(prefix)):
                 raise ValueError(f"has {key} in a turn, which the chat template omits")
         calls = message.get("tool_calls", [])
+        for number, key in _extra_call_keys(calls):
+            fewer = message | {"tool_calls": copy.deepcopy(calls)}
+            call = fewer["tool_calls"][number]
+            del (call if key in call else call["function"])[key]
+            if renders_same(render, [*messages[:index], fewer, *messages[index + 1 :]], text):
+                raise ValueError(
+                    f"has {key!r} in a tool call, which the chat template omits "
+                    "(the key of arguments is 'arguments')"
+                )
         for number in range(len(calls) if len(calls) > 1 else 0):
             fewer = message | {"tool_calls": [*calls[:number], *calls[number + 1 :]]}
             if renders_same(render, [*messages[:index], fewer, *messages[index + 1 :]], text):
                 reason = "has several tool_calls in a turn, of which the chat template omits"
                 raise ValueError(f"{reason} number {number + 1}")
+
+
+def _extra_call_keys(calls: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Yield the number and the keys of each call that are not in the API of OpenAI."""
+    for number, call in enumerate(calls):
+        extra = {**call, **call["function"]}
+        for key in extra.keys() - {"id", "type", "index", "function", "name", "arguments"}:
+            if extra[key] not in (None, "", [], {}):
+                yield number, key
 
 
 def renders_same(render: Render, messages: Messages, text: str) -> bool:
@@ -90,11 +108,18 @@ def has_arguments(messages: Messages) -> bool:
 
 
 def _has_json_arguments(messages: Messages, text: str) -> bool:
-    """Whether a text contains the unchanged JSON arguments of all tool calls."""
-    arguments = (
-        function.get("arguments") for message in messages for function in _iter_calls(message)
-    )
-    return all(value in text for value in arguments if isinstance(value, str))
+    """Whether a text contains the arguments of all tool calls as JSON.
+
+    A template may also quote a JSON text once more, or print an object as Python does.
+    """
+    functions = (function for message in messages for function in _iter_calls(message))
+    for value in (function.get("arguments") for function in functions):
+        json_text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str) and (value not in text or json_text in text):
+            return False
+        if isinstance(value, dict) and json_text not in text and str(value) in text:
+            return False
+    return True
 
 
 class _ArgumentsForm(Enum):

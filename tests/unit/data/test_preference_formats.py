@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def test_preference_prompt_that_is_a_transcript_is_noted() -> None:
     record = {"prompt": "\n\nHuman: hello\n\nAssistant:", "chosen": " fine", "rejected": " bad"}
     parse_pair(record, PlainTemplate("."), RecordKeys((), notes))
     assert notes == {TRANSCRIPT_NOTE: 1}
+
+
+@pytest.mark.parametrize("filler", ["\n", " ", "assistant ", "\nAssistant:\n"])
+def test_long_prompt_is_read_in_linear_time(filler: str) -> None:
+    notes: Counter[str] = Counter()
+    started = time.process_time()
+    record = {"prompt": filler * 100_000 + "hello", "chosen": "fine", "rejected": "bad"}
+    parse_pair(record, PlainTemplate("."), RecordKeys((), notes))
+    assert time.process_time() - started < 5  # quadratic time: minutes
+    assert not notes
 
 
 def test_preference_has_its_history() -> None:
