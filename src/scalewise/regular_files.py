@@ -52,6 +52,11 @@ def read_text(path: Path, errors: str = "strict") -> str:
     return read_bytes(path).decode("utf-8", errors).replace("\r\n", "\n")
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path with the home folder for its ``~``; unchanged if there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def check_regular(path: Path) -> None:
     """Raise ``IrregularFileError`` if a path exists and is not a regular file; does not open it."""
     try:

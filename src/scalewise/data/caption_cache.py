@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -33,6 +34,7 @@ from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.record_files import BadRecord, iter_records
 from scalewise.data.tokenized_cache import is_held_out
 from scalewise.errors import DataError
+from scalewise.regular_files import expand_home
 
 PIXELS_SUFFIX = "pixels"
 """Suffix of the files with the pixels of all images."""
@@ -64,7 +66,7 @@ def cache_identity(config: CaptionData, files: Mapping[Path, str]) -> dict[str, 
         parsed
         for file in files
         for parsed in iter_records(file, partial(_image_path, config, file.parent))
-        if isinstance(parsed, Path) and parsed.is_file()
+        if isinstance(parsed, Path) and os.path.isfile(parsed)  # false for a name that is too long
     ]
     images_digest = combine_digests(file_digests(image_paths))
     return chat_cache.cache_identity(config, files) | {PIXELS_SUFFIX: images_digest}
@@ -171,7 +173,7 @@ def _render_caption(
 
 def _image_path(config: CaptionData, folder: Path, record: dict[str, Any]) -> Path:
     """Return the path of a record's image; raises ``ValueError``."""
-    return folder / Path(_read_text(record, config.picture)).expanduser()
+    return folder / expand_home(_read_text(record, config.picture))
 
 
 def _read_text(record: dict[str, Any], key: str) -> str:

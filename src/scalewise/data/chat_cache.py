@@ -36,7 +36,7 @@ from scalewise.data.datasets import (
     Seq2SeqDataset,
 )
 from scalewise.data.encoding import encode_texts, special_ids, train_tokenizer
-from scalewise.data.input_files import digests_by_content, match_paths
+from scalewise.data.input_files import digests_by_content, file_suffix, match_paths
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.record_files import BadRecord, iter_records
 from scalewise.data.tokenized_cache import is_held_out
@@ -85,7 +85,7 @@ def cache_identity(config: ChatData, files: Mapping[Path, str]) -> dict[str, obj
         "tokenizers": version("tokenizers"),
         "transformers": version("transformers"),
         "template": [[it.name, sha256(it.read_bytes()).hexdigest()] for it in template],
-        "files": [[digest, file.suffix.lower()] for file, digest in files.items()],
+        "files": [[digest, file_suffix(file)] for file, digest in files.items()],
         "validation_fraction": config.validation_fraction,
         "max_bad_rows": config.max_bad_rows,
         "end_of_text": config.end_of_text,

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,12 @@ MAGIC_BYTES = {
     b"BZh": "bzip2",
 }
 """Compressed formats by the first bytes of a file."""
-BZIP2_BLOCK = b"1AY&SY"
-"""Bytes 4 to 9 of a bzip2 file with content; text may begin with its first three."""
+BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
+"""Bytes 4 to 9 of a bzip2 file with and without content; text may begin with its first three."""
+ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+"""First bytes of a zstd file that begins with a skippable frame, as those of pzstd."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the file that Git stores instead of a large file."""
 MAX_LINE_BYTES = 1 << 28
 """Maximum size of a line of a compressed file, whose size on disk says nothing about it."""
 
@@ -39,6 +44,10 @@ def open_content(path: Path) -> Iterator[io.BufferedReader]:
     Raises ``DataError`` for a zip archive, for a damaged file, and for zstd without pyarrow.
     """
     name = compression_name(path)
+    check_pointer("data.paths", path)
+    if name is None and path.suffix.lower() in COMPRESSED_SUFFIXES and not path.stat().st_size:
+        reason = f"is empty, so that it is not complete {path.suffix.lower()} data"
+        raise DataError.for_key("data.paths", path, reason, "copy the file again, or omit it")
     if name is None:
         with regular_files.open_binary(path) as file:
             yield file
@@ -79,9 +88,19 @@ def compression_name(path: Path) -> str | None:
         head = file.read(16)
     for magic, name in MAGIC_BYTES.items():
         if head.startswith(magic):
-            is_text = name == "bzip2" and head[4:10] != BZIP2_BLOCK
+            is_text = name == "bzip2" and head[4:10] not in BZIP2_BLOCKS
             return None if is_text else name
-    return None
+    return "zstd" if ZSTD_SKIPPABLE.match(head) else None
+
+
+def check_pointer(key: str, path: Path) -> None:
+    """Raise ``DataError`` for a file that Git LFS has not downloaded, which is a short text."""
+    with regular_files.open_binary(path) as file:
+        if file.read(len(LFS_POINTER)) != LFS_POINTER:
+            return
+    reason = "is only the pointer of Git LFS to the file"
+    fix = f"download it: git -C {shell_word(str(path.parent))} lfs pull"
+    raise DataError.for_key(key, path, reason, fix)
 
 
 def _decompress(name: str, path: Path, file: io.BufferedReader) -> io.BufferedReader:

@@ -61,7 +61,7 @@ def match_names(patterns: Sequence[str]) -> list[Path]:
 
 def _expand_pattern(pattern: str) -> Iterator[str]:
     """Yield the file system entries that match a pattern, dangling links included."""
-    path = Path(pattern).expanduser()
+    path = regular_files.expand_home(pattern)
     if os.path.lexists(path):
         yield str(path)
         return
@@ -139,7 +139,9 @@ def path_issues(
             continue
         files = match_names([pattern])
         if not files:
-            reason, suggestion = _missing_reason(Path(pattern).expanduser(), suffixes, example)
+            reason, suggestion = _missing_reason(
+                regular_files.expand_home(pattern), suffixes, example
+            )
             yield ConfigIssue(key, pattern, reason, f"set {_paths_override(key, suggestion)}")
         unknown = {_full_suffix(file) for file in files if file_suffix(file) not in suffixes}
         for suffix in sorted(unknown):
@@ -152,16 +154,16 @@ def path_issues(
 
 def _missing_reason(path: Path, suffixes: frozenset[str], example: str) -> tuple[str, str]:
     """Return the reason why a path matches no file, and a pattern to use instead."""
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike the methods of Path, false for a name that is too long
         files = (Path(name) for _, _, names in os.walk(path) for name in names)
         listed = islice(files, MAX_LISTED_FILES)
         endings = Counter(_name_ending(file) for file in listed if file_suffix(file) in suffixes)
         most_common = endings.most_common(1)
         name = f"**/*{most_common[0][0]}" if most_common else Path(example).name
         return "is a folder", str(path / name)
-    if path.is_symlink():
+    if os.path.islink(path):
         return f"is a link to {os.readlink(path)}, which does not exist", example
-    return ("is not a regular file" if path.exists() else "no such file"), example
+    return ("is not a regular file" if os.path.exists(path) else "no such file"), example
 
 
 def _full_suffix(path: Path) -> str:

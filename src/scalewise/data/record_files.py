@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from scalewise.data.compressed_files import check_pointer
 from scalewise.data.input_files import file_suffix, read_error
 from scalewise.data.text_files import (
     DamagedText,
@@ -77,6 +78,7 @@ def iter_records(
     cannot be read at all.
     """
     damaged = DamagedText(str(path))
+    number = 0
     for number, record in _iter_file_records(path):
         try:
             if isinstance(record, ValueError):
@@ -95,6 +97,8 @@ def iter_records(
         except RecursionError:
             yield BadRecord(path, number, "is nested too deeply")
     damaged.note()
+    if not number:
+        warn_once(f"{path} has no records")
 
 
 def _iter_file_records(path: Path) -> Iterator[tuple[int, object]]:
@@ -128,7 +132,19 @@ def _iter_parquet_rows(path: Path) -> Iterator[object]:
     with _open_parquet(path) as file:
         _check_columns(path, file.schema_arrow.names)
         for batch in file.iter_batches():
-            yield from map(_without_nulls, batch.to_pylist())
+            yield from map(_without_nulls, _iter_rows(batch))
+
+
+def _iter_rows(batch: "pyarrow.RecordBatch") -> Iterator[object]:
+    """Yield the rows of a batch; a ``ValueError`` for one that has no value in Python."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # invalid UTF-8, or a date after the year 9999
+        if batch.num_rows == 1:
+            yield ValueError(f"cannot be read ({error})")
+            return
+        for index in range(batch.num_rows):
+            yield from _iter_rows(batch.slice(index, 1))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -166,6 +182,7 @@ def skip_nulls(
     """
     null_sources: list[str] = []
     damaged = DamagedText(name)
+    source = ""
     for source, text in texts:
         if text is None:
             null_sources.append(source)
@@ -176,6 +193,8 @@ def skip_nulls(
         damaged.count(text)
         yield Document((text,), source)
     damaged.note()
+    if not source:
+        warn_once(f"{name} has no records")
     if null_sources:
         count = f"{len(null_sources)} record{'s' * (len(null_sources) > 1)}"
         warn_once(f"skipped {count} of {name} without {field} (null), first: {null_sources[0]}")
@@ -209,9 +228,12 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
         _check_columns(path, file.schema_arrow.names)
         row = 0
         for batch in file.iter_batches(columns=[field]):
-            for text in batch.column(0).to_pylist():
+            for record in _iter_rows(batch):
                 row += 1
-                yield f"{path.name} row {row}", text
+                if isinstance(record, ValueError):
+                    reason = f"row {row} {record}"
+                    raise DataError.for_key("data.paths", path, reason, "correct the row")
+                yield f"{path.name} row {row}", record[field]
 
 
 @contextmanager
@@ -225,6 +247,7 @@ def _open_parquet(path: Path) -> Iterator["pyarrow.parquet.ParquetFile"]:
         raise DataError.for_key(
             "data.paths", path, "reading .parquet requires pyarrow", fix
         ) from error
+    check_pointer("data.paths", path)
     try:
         with parquet.ParquetFile(path) as file:
             yield file

@@ -14,6 +14,7 @@ from scalewise.data.text_files import PLAIN_SUFFIXES
 from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
+from scalewise.regular_files import expand_home
 
 SHARD_SUFFIXES = frozenset({".bin", ".npy"})
 """Suffixes of files of token ids."""
@@ -125,7 +126,7 @@ class HFDatasetData(TokenizedDataConfig):
     @property
     def dataset_folder(self) -> Path:
         """Path of a local dataset; no folder if the dataset is on the Hub."""
-        return Path(self.path).expanduser()
+        return expand_home(self.path)
 
 
 @register_option("data", "tokens")

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from scalewise import regular_files
 from scalewise.data.build_cache import build_cached
+from scalewise.data.compressed_files import check_pointer
 from scalewise.data.datasets import PackedDataset
-from scalewise.data.input_files import match_paths
+from scalewise.data.input_files import file_suffix, match_paths
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.text import PretokenizedData
 from scalewise.data.tokenized_cache import too_short_error
@@ -18,6 +20,8 @@ from scalewise.errors import DataError
 
 SCAN_TOKENS = 16 * 2**20
 """Number of ids that are scanned at once; bounds memory."""
+NPY_MAGIC = b"\x93NUMPY"
+"""First bytes of an .npy file."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ class TokenShards:
 def _open_shard(key: str, path: Path, dtype: str) -> NDArray[np.integer]:
     """Return the ids of a shard as a memory map; raises ``DataError`` if it is invalid."""
     size = path.stat().st_size
-    if path.suffix == ".npy":
+    with regular_files.open_binary(path) as file:
+        is_npy = file.read(len(NPY_MAGIC)) == NPY_MAGIC
+    check_pointer(key, path)
+    if is_npy or file_suffix(path) == ".npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # numpy raises many classes for a damaged header

@@ -135,7 +135,7 @@ def tokenizer_path(path: str) -> Path:
 
     All files of the tokenizer are in the same folder.
     """
-    user_path = Path(path).expanduser()
+    user_path = regular_files.expand_home(path)
     if user_path.is_dir() or (_is_vocabulary(user_path) and user_path.is_file()):
         return (user_path if user_path.is_dir() else user_path.parent) / TOKENIZER_FILE
     return user_path
@@ -153,7 +153,7 @@ def tokenizer_files(path: str) -> list[Path]:
 
 def tokenizer_issues(path: str) -> Iterator[ConfigIssue]:
     """Yield an issue if a path does not exist, or is a folder without a tokenizer."""
-    user_path = Path(path).expanduser()
+    user_path = regular_files.expand_home(path)
     fix = f"set {KEY} to the path of a tokenizer.json, or {KEY}=null to train one"
     if user_path.is_dir():
         if not any(
