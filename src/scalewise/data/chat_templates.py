@@ -44,6 +44,8 @@ PLAIN_TEMPLATE = (
 """Jinja source of ``PlainTemplate``."""
 CPU_SECONDS = 10.0
 """CPU time limit of a chat template for one conversation."""
+MAX_MESSAGES = 2000
+"""Maximum number of messages of a conversation; the time grows with its square."""
 REWRITTEN_NOTE = (
     "answers not trained on, since the chat template changes them in later turns "
     "(to train on all, use one record per answer that ends with it)"
@@ -270,6 +272,11 @@ class ChatTemplate(ConversationTemplate):
             self._process = None
 
     def _request_rendering(self, conversation: Conversation, *, prompt: bool) -> dict[str, Any]:
+        if (count := len(conversation.messages)) > MAX_MESSAGES:
+            raise ValueError(
+                f"has {count:,} messages, more than the {MAX_MESSAGES:,} that a chat template may "
+                "render: split it into several records"
+            )
         request = {
             "messages": [message.to_dict() for message in conversation.messages],
             "train": [message.train for message in conversation.messages],

@@ -173,6 +173,14 @@ def test_endless_chat_template_is_named_with_its_record(
     assert name == "constant" or issue.reason.endswith(" at a.jsonl:1")
 
 
+def test_conversation_that_takes_quadratic_time_is_an_error_of_its_record(tmp_path: Path) -> None:
+    options = {**DATA_OPTIONS, **with_template(tmp_path, CHATML)}
+    record = {"messages": [USER, ANSWER] * chat_templates.MAX_MESSAGES}
+    chat = ChatData(paths=lines(tmp_path, record), **options)
+    with pytest.raises(DataError, match=r"a\.jsonl:1 has 4,000 messages, more than .*: split it"):
+        prepare_splits(chat, 1000, 0)
+
+
 def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
     options = {**DATA_OPTIONS, **with_template(tmp_path, "{% for %}")}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
