@@ -52,7 +52,7 @@ def _decode(text: str, name: str, keys: RecordKeys) -> Any:
 
 def _is_messages(value: object) -> bool:
     """Whether a JSON value is a turn or a list of turns: objects with a role and a content."""
-    turns = value if isinstance(value, list) else [value]
+    turns: list[Any] = value if isinstance(value, list) else [value]
     return all(
         isinstance(turn, dict)
         and not turn.keys().isdisjoint(ROLE_KEYS)

@@ -135,7 +135,7 @@ def _iter_parquet_rows(path: Path) -> Iterator[object]:
             yield from map(_without_nulls, _iter_rows(batch))
 
 
-def _iter_rows(batch: "pyarrow.RecordBatch") -> Iterator[object]:
+def _iter_rows(batch: "pyarrow.RecordBatch") -> Iterator[Any]:
     """Yield the rows of a batch; a ``ValueError`` for one that has no value in Python."""
     try:
         yield from batch.to_pylist()

@@ -44,3 +44,22 @@ def test_labels_of_a_final_answer_include_its_channel(
     assert texts[-1] == expected
     assert rendered.rewritten == bool(call)
     assert len(texts) == 2 - bool(call)
+
+
+TAGGED = """{% for m in messages %}<start>{{ m.role }}<message>{% if m.role == 'assistant' %}\
+{% set parts = m.content.split('</think>') %}<think>{% if parts | length > 1 and loop.last %}\
+{{ parts[0] | replace('<think>', '') }}{% endif %}</think>{{ parts[-1] }}\
+{% else %}{{ m.content }}{% endif %}<end>{% endfor %}\
+{% if add_generation_prompt %}<start>assistant<message><think>\n{% endif %}"""
+"""Style of Nemotron: reasoning within a content replaces empty reasoning."""
+
+
+def test_labels_of_an_answer_with_reasoning_in_its_content() -> None:
+    setup = RenderSetup({"default": TAGGED}, {"eos_token": "<end>"}, 10)
+    tagged = {"role": "assistant", "content": "<think>so</think>It is 4."}
+    for messages, rewritten in (([USER, tagged], 0), ([USER, tagged, USER, tagged], 1)):
+        request = RenderRequest(messages, [True] * len(messages))
+        rendered = TemplateRenderer(setup).render_chat(request)
+        texts = [rendered.text[start:stop] for start, stop in rendered.spans]
+        assert texts == ["so</think>It is 4.<end>"]
+        assert rendered.rewritten == rewritten
