@@ -6,7 +6,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+
+if (
+    os.path.basename(sys.argv[0] if sys.argv else "") == "scalewise"
+    or (sys.argv[:1] == ["-m"] and "scalewise" in sys.orig_argv)
+) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during imports ends the command without a traceback, until cli.main handles it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if sys.argv[:1] == ["-m"] and any("scalewise" in part for part in sys.orig_argv):
     # `python -m scalewise` puts the current folder first, where any module would shadow ours.

@@ -7,6 +7,7 @@ import errno
 import gc
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides profiler warnings
     with console.shield_streams():
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set for the imports
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             return _dispatch(argv)
         except ScalewiseError as error:
             print_lines(*f"scalewise: {error}".split("\n"), stderr=True)

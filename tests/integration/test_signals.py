@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -190,3 +191,24 @@ def test_signal_while_starting_leaves_no_partial_run(delay: float, run_cli: CliR
     for run in result.folders:
         assert run.status["status"] == "interrupted", run
     assert process.remaining_processes(max_wait=2) == []
+
+
+SIGINT_AT_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "scalewise.redaction":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+def test_ctrl_c_during_imports_prints_no_traceback(run_cli: CliRunner) -> None:
+    (run_cli.cwd / "sitecustomize.py").write_text(SIGINT_AT_IMPORT, "utf-8")
+    path = f"{run_cli.cwd}{os.pathsep}{run_cli.environment['PYTHONPATH']}"
+    result = run_cli(command="doctor", env={"PYTHONPATH": path})
+    assert result.code == -SIGINT, result.failure_report  # 130 in a shell
+    assert result.err == ""

@@ -12,11 +12,13 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
 from scalewise.errors import CheckpointError
+from scalewise.path_lock import PathLock
 from scalewise.run_files import read_json, write_json
 
 FORMAT = "scalewise-checkpoint"
@@ -124,6 +126,20 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(checkpoints.items()))
 
 
+def lock_checkpoints(folder: Path) -> dict[int, PathLock]:
+    """Shared locks on the checkpoints in a ``checkpoints`` folder, by step in ascending order.
+
+    ``prune_checkpoints`` of a running training keeps the checkpoints that are locked.
+    """
+    while True:
+        paths, locks = list_checkpoints(folder), {}
+        with suppress(FileNotFoundError, BlockingIOError):  # removed since it was listed
+            for step, path in paths.items():
+                locks[step] = PathLock(path, shared=True)
+        if all(locks.get(step) and locks[step].is_current for step in paths):
+            return locks
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """Newest undamaged checkpoint in ``folder``; None: there is none."""
     for path in reversed(list_checkpoints(folder).values()):
@@ -174,12 +190,17 @@ def mark_best(folder: Path, step: int, loss: float) -> None:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints and the best one; 0 keeps all."""
+    """Remove all but the ``keep`` newest checkpoints and the best one; 0 keeps all.
+
+    Keeps a checkpoint that another process reads; the next call removes it.
+    """
     if not keep:
         return
     best = best_checkpoint(folder)
     for step, path in list(list_checkpoints(folder).items())[:-keep]:
-        if best is None or step != best[0]:
+        if best is not None and step == best[0]:
+            continue
+        with suppress(BlockingIOError), PathLock(path):
             removed = folder / f".partial-{path.name}"  # a half-removed folder must not look valid
             path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)

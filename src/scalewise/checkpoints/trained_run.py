@@ -27,6 +27,7 @@ from scalewise.models.build import build_meta, build_model
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.optimizers.build import average_weights
+from scalewise.path_lock import PathLock
 from scalewise.precision import FloatFormat, Precision
 from scalewise.precision.build import apply_precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
@@ -72,6 +73,8 @@ class TrainedRun:
     adapter: AdapterConfig
     trainer: TrainerConfig
     quantization: QuantizationConfig
+    lock: PathLock | None = None
+    """Lock on the checkpoint, which keeps a running run from removing it."""
 
     @property
     def step(self) -> int:
@@ -228,10 +231,11 @@ def read_resolved(folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
-    """Choose a checkpoint of a run.
+def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> tuple[Path, PathLock]:
+    """Choose a checkpoint of a run, which may be running, and lock it.
 
-    A note is printed if a damaged checkpoint is skipped, or if other files of it are damaged.
+    A running run removes no locked checkpoint. A note is printed if a damaged checkpoint is
+    skipped, or if other files of it are damaged.
 
     Args:
         folder: Run folder.
@@ -243,33 +247,34 @@ def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
         ConfigError: there is no such checkpoint.
     """
     checkpoints = folder / "checkpoints"
-    paths = manifest.list_checkpoints(checkpoints)
+    locks = manifest.lock_checkpoints(checkpoints)
     best = manifest.best_checkpoint(checkpoints)
     if step == "last":
-        steps = [*reversed(paths)]
+        steps = [*reversed(locks)]
     elif step == "best":
         steps = [best[0]] if best else []
     else:
         steps = [int(step)] if step.isdecimal() else []
     damages: list[str] = []
     for number in steps:
-        if (path := paths.get(number)) is None:
+        if number not in locks:
             continue
+        path = locks[number].path
         if damage := _damage(path, parts):
             damages.append(f"step {number} {damage}")
             continue
         if damages:
             logger.info(f"{damages[0]}; using step {number} instead")
-        return path
+        return path, locks[number]
     if damages:
         reason = f"all checkpoints of {folder} are damaged: "
         reason = reason if step == "last" else f"{folder}: "
         fix = "train again, or restore one from a backup"
-        if len(paths) > len(damages):
+        if len(locks) > len(damages):
             fix = "choose another step, or restore this one from a backup"
         raise CheckpointError.for_key("step", step, reason + ", ".join(damages), fix)
-    names = [*map(str, paths), "last", *(["best"] if best else [])]
-    fix = f"choose one of step={', '.join(names)}" if paths else "choose another run folder"
+    names = [*map(str, locks), "last", *(["best"] if best else [])]
+    fix = f"choose one of step={', '.join(names)}" if locks else "choose another run folder"
     raise ConfigError.for_key("step", step, f"{folder} has no such checkpoint", fix)
 
 

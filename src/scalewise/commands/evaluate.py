@@ -124,10 +124,12 @@ def _write_evaluation(
     path: Path, step: int, metrics: Metrics, quantization_costs: Mapping[str, float]
 ) -> None:
     from scalewise.evaluation.validation_metrics import ClassificationMetrics, ValidationMetrics
+    from scalewise.path_lock import PathLock
     from scalewise.run_files import read_json, write_json
 
     derived = {}
     if isinstance(metrics, ValidationMetrics) and not isinstance(metrics, ClassificationMetrics):
         derived = {"perplexity": metrics.perplexity}
     record = {str(step): {**asdict(metrics), **derived, **quantization_costs}}
-    write_json(path, read_json(path) | record)
+    with PathLock(path.parent, wait=True):  # another evaluation may add its step
+        write_json(path, read_json(path) | record)

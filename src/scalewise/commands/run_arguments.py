@@ -100,7 +100,8 @@ def load_trained(
     run = trained_run.TrainedRun(folder, None, int(values["seed"]), *configs)
     if untrained:
         return run
-    return replace(run, checkpoint=trained_run.choose_checkpoint(folder, step, run.tensor_folders))
+    checkpoint, lock = trained_run.choose_checkpoint(folder, step, run.tensor_folders)
+    return replace(run, checkpoint=checkpoint, lock=lock)
 
 
 def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:
