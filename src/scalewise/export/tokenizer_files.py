@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from transformers import GenerationConfig
 from transformers.tokenization_utils_base import (
     ADDED_TOKENS_FILE,
     SPECIAL_TOKENS_MAP_FILE,
@@ -37,6 +38,8 @@ GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
 VOCABULARY_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 COPIED_FILES = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, *TEMPLATE_FILES)
+MODEL_KEYS = ("use_cache", "decoder_start_token_id", "transformers_version")
+"""Keys of a generation config that a model's ``config.json`` has too."""
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -233,7 +236,7 @@ def _write_special_ids(folder: Path, model: Path | None, special_tokens: Special
     """Write the ids of special tokens and the generation config of a model folder."""
     config: dict[str, Any] = dict(read_json(folder / "config.json"))
     pretrained = read_json(model / "config.json") if model else {}
-    generation: dict[str, Any] = dict(read_json(model / GENERATION_FILE)) if model else {}
+    generation = _generation_settings(model, pretrained) if model else {}
     ids: dict[str, Any] = {
         key: pretrained[key] for key in ID_KEYS if pretrained.get(key) is not None
     }
@@ -249,6 +252,18 @@ def _write_special_ids(folder: Path, model: Path | None, special_tokens: Special
     write_json(folder / "config.json", config | {k: v for k, v in ids.items() if v is not None})
     if generation:
         write_json(folder / GENERATION_FILE, generation)
+
+
+def _generation_settings(model: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Generation config of a pretrained model; empty if it sets special tokens only.
+
+    Models of before 2023 have it in their ``config.json``, from which transformers reads it.
+    """
+    if (model / GENERATION_FILE).exists():
+        return dict(read_json(model / GENERATION_FILE))
+    settings = GenerationConfig.from_model_config(dict(config)).to_diff_dict()
+    settings = {key: value for key, value in settings.items() if key in config}
+    return settings if settings.keys() - {*ID_KEYS, *MODEL_KEYS} else {}
 
 
 def _first_set(key: str, *tables: dict[str, Any]) -> Any:

@@ -180,6 +180,8 @@ def open_session(run: RunConfig, folder: Path, facts: Mapping[str, object]) -> N
         folder: Run folder.
         facts: Further entries of the W&B config.
     """
+    # W&B's log files: on a full disk, each line of them would print a traceback.
+    logging.raiseExceptions = False
     try:
         if run.tracking.is_enabled:
             hide_credentials()

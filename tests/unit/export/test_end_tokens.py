@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from scalewise.export.tokenizer_files import SpecialTokens, _template_text, _write_special_ids
 from scalewise.run_files import read_json, write_json
@@ -54,3 +55,29 @@ def test_template_is_read_from_every_file(tmp_path: Any) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("b")
     assert _template_text(tmp_path, {"chat_template": "c"}) == "ca<|end|>b"
+
+
+SETTINGS = {"num_beams": 4, "no_repeat_ngram_size": 3, "forced_eos_token_id": 2, "max_length": 142}
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {}])
+def test_generation_settings_in_the_config_of_a_model_are_kept(
+    settings: dict[str, Any], tmp_path: Any
+) -> None:
+    """As in BART and Marian; transformers writes no such keys to config.json."""
+    model, target = tmp_path / "model", tmp_path / "target"
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "decoder_start_token_id": 2}
+    architecture = {"model_type": "bart", "use_cache": True, "d_model": 8}
+    for folder, extra in ((model, settings), (target, {})):
+        folder.mkdir()
+        write_json(folder / "config.json", {**architecture, **ids, **extra})
+    expected = GenerationConfig.from_pretrained(
+        model, config_file_name="config.json", _from_model_config=True
+    )
+    _write_special_ids(target, model, special_tokens(None))
+    if not settings:
+        assert not (target / "generation_config.json").exists()
+        return
+    written = GenerationConfig.from_pretrained(target)
+    for key in (*ids, *settings):
+        assert getattr(written, key) == getattr(expected, key), key

@@ -1,11 +1,14 @@
 """Online or offline mode is chosen before W&B could prompt, wait or raise."""
 
+import errno
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -280,3 +283,24 @@ def test_server_url_is_shown_without_password() -> None:
         == "https://wandb.example:8080/x"
     )
     assert without_credentials("https://api.wandb.ai") == "https://api.wandb.ai"
+
+
+class FullDisk(StringIO):
+    """File without space."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_of_wandb_logs_prints_no_traceback(
+    compose: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    open_session(compose(), tmp_path, {})
+    handler = logging.StreamHandler(FullDisk())
+    handler.emit(logging.LogRecord("wandb", logging.INFO, "", 1, "a line", None, None))
+    assert capsys.readouterr().err == ""
