@@ -10,6 +10,7 @@ from rich.table import Table
 
 from scalewise.console import MISSING, print_lines
 from scalewise.failures import report_errors
+from scalewise.launch import signals
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec, Result
 from scalewise.metric_names import METRICS
@@ -22,6 +23,7 @@ from scalewise.run_files import read_json
 from scalewise.torch_compile import CompileScope
 from scalewise.tracking import tables
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
+from scalewise.typed_override import command_line
 from scalewise.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -160,7 +162,11 @@ def _ranks_text(job_spec: JobSpec) -> str:
 
 def _write_reports(folders: Sequence[Path]) -> None:
     """Write the reports of ``folders`` and print the path of the last one."""
-    with report_errors("no report"):
+    command = command_line("report", (_short_text(folders[-1]),))
+    with (
+        signals.raise_on_signals(f"before the report was written; {command} writes it"),
+        report_errors("no report"),
+    ):
         from scalewise.reports import html_report
 
         for page in html_report.write_reports(folders)[-1:]:
