@@ -18,6 +18,8 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Error numbers of a write without space: disk full, quota or file size limit."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """Error number in the messages of Rust libraries, which raise their own exception types."""
+_PARTIAL_WRITE = re.compile(r"\d+ requested and \d+ written")
+"""Error message of NumPy, without error number, for an array that is written in part."""
 _OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -57,6 +59,8 @@ def disk_full_reason(error: BaseException) -> tuple[str, str] | None:
     """Reason and fix of a write that failed for disk space; None for any other exception."""
     match = _OS_ERROR.search(str(error))
     number = error.errno if isinstance(error, OSError) else match and int(match[1])
+    if isinstance(error, OSError) and _PARTIAL_WRITE.fullmatch(str(error)):
+        number = errno.ENOSPC
     if number not in DISK_FULL:
         return None
     if number == errno.EFBIG:

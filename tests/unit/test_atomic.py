@@ -161,6 +161,7 @@ def test_exit_report_is_written_on_a_full_disk(disk: Path) -> None:
         (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
         (Exception("File too large (os error 27)"), "ulimit -f"),
         (ValueError("I/O error: No space left on device (os error 28)"), "free some space"),
+        (OSError("226472 requested and 190464 written"), "free some space"),
         (OSError(errno.EACCES, "Permission denied"), None),
         (Exception("No such file (os error 2)"), None),
         (ValueError("27"), None),

@@ -191,13 +191,13 @@ class Watchdog:
 
 
 def _signal_outcome(number: int, folder: Path) -> Outcome:
-    reasons = [
-        outcome.reason
-        for outcome in exit_reports.read_reports(folder)
-        if outcome.status == "interrupted"
-    ]
+    reports = exit_reports.read_reports(folder)
+    reasons = [outcome.reason for outcome in reports if outcome.status == "interrupted"]
     name = signal.Signals(number).name
-    reason = reasons[0] if reasons else f"{name} before a checkpoint could be saved"
+    reason = f"{name} before a checkpoint could be saved"
+    if any(outcome.status == "ok" for outcome in reports):
+        reason = f"{name} after the last step"
+    reason = reasons[0] if reasons else reason
     return Outcome("interrupted", reason, None, (), int(number))
 
 

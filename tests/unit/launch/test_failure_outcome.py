@@ -35,3 +35,21 @@ def test_first_cause_is_the_outcome(
     error = ChildFailedError("entry", {0: failure})
     outcome = elastic._failure_outcome(error, tmp_path, memory_kill=False)
     assert (outcome.status, outcome.reason) == (status, reason)
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        (Outcome("interrupted", "SIGINT after step 3", signal_number=2), "SIGINT after step 3"),
+        (Outcome("ok"), "SIGINT after the last step"),
+        (None, "SIGINT before a checkpoint could be saved"),
+    ],
+)
+def test_interrupted_job_has_the_reason_of_its_ranks(
+    report: Outcome | None, reason: str, tmp_path: Path
+) -> None:
+    exit_reports.prepare_reports(tmp_path)
+    if report:
+        exit_reports.write_report(tmp_path, 0, report)
+    outcome = elastic._signal_outcome(signal.SIGINT, tmp_path)
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("interrupted", reason, 130)
