@@ -135,6 +135,7 @@ FAILED_ONCE = {
         ("resolved.yaml", "model.heads mapping"),
         ("resolved.yaml", "trainer.global_batch mapping"),
         ("tokenizer.json", "truncated"),
+        ("checkpoints/step-00000008/training.pt", "entries of text"),
     ],
     "resume_sweep": [("sweep.json", "jobs text"), ("0/status.json", "bad utf-8")],
 }

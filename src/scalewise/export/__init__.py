@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,9 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
+from scalewise.atomic import disk_full_reason
 from scalewise.errors import ConfigError
+from scalewise.path_lock import PathLock
 
 
 class AdapterExport(StrEnum):
@@ -30,35 +31,41 @@ def staging_folder(target_folder: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: ``target_folder`` exists and is not an empty folder, cannot be created, or is
-            being written by another process.
+            being written by another process; or the disk is full.
     """
     check_target_free(target_folder)
     partial = target_folder.with_name(f".partial-{target_folder.name}")
+    in_use = ConfigError.for_key(
+        "to",
+        str(target_folder),
+        "is being written by another export",
+        "wait for it, or set another to=FOLDER",
+    )
     try:
         if partial.is_symlink():
             partial.unlink()
         partial.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        lock = PathLock(partial)
+    except BlockingIOError:
+        raise in_use from None
     except OSError as error:
         reason, fix = f"cannot be created: {error.strerror}", "set to=FOLDER to a writable path"
         raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        reason, fix = "is being written by another export", "wait for it, or set another to=FOLDER"
-        raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
+    if not lock.is_current:  # the other export has renamed it
+        raise in_use
     try:
         _clear(partial)
         yield partial
         _sync_files(partial)
         check_target_free(target_folder)
         partial.rename(target_folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if (reason_and_fix := disk_full_reason(error)) is None:
+            raise
+        raise ConfigError.for_key("to", str(target_folder), *reason_and_fix) from error
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def check_target_free(target_folder: Path) -> None:

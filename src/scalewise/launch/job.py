@@ -329,7 +329,9 @@ def _run_attempt(
 ) -> Outcome:
     metadata = wandb_metadata(job_spec, status, folder, resume, number)
     mode = ElasticRanks() if needs_own_process(job_spec) else InProcess()
-    return run_ranks(mode, with_wandb_group(job_spec, folder, resume), folder, resume, metadata)
+    with signals.defer_signals():
+        run_attempt = run_ranks.bind(mode)  # imports torch
+    return run_attempt(with_wandb_group(job_spec, folder, resume), folder, resume, metadata)
 
 
 def with_wandb_group(job_spec: JobSpec, folder: Path, resume: Path | None) -> RunConfig:

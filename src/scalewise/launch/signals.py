@@ -25,6 +25,12 @@ _received: list[int] = []
 """Received signals whose exception has not reached ``raise_on_signals``."""
 
 
+class _Ending:
+    """Whether an ``Interrupted`` was raised and no other block has started since."""
+
+    active = False
+
+
 @contextmanager
 def raise_on_signals(when: str) -> Iterator[None]:
     """Raise ``Interrupted`` from the block on a signal; the message ends with ``when``.
@@ -32,17 +38,25 @@ def raise_on_signals(when: str) -> Iterator[None]:
     This includes signals whose exception a library replaced by its own in a ``finally`` clause. If
     a library suppressed the exception, it is raised at the end of the block, or at the start of the
     next nested block.
+
+    After an ``Interrupted``, signals have no effect until the next block starts, so that a second
+    Ctrl-C does not keep callers from recording the first.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _received.append(number)
-        raise _SignalReceived
+        if not _Ending.active:
+            _received.append(number)
+            raise _SignalReceived
 
     if _received:
         raise _SignalReceived
+    _Ending.active = False
     try:
         with forward_signals(interrupt):
-            yield
+            try:
+                yield
+            finally:
+                _Ending.active = bool(_received)
     except BaseException:
         if not _received:
             raise
@@ -57,6 +71,21 @@ def ignore_signals() -> Iterator[None]:
     """Ignore signals inside the block."""
     with forward_signals(signal.SIG_IGN):
         yield
+
+
+@contextmanager
+def defer_signals() -> Iterator[None]:
+    """Handle signals at the end of the block, e.g. of imports of torch.
+
+    Exceptions of signal handlers abort the process in functions that C++ code calls.
+    """
+    received: list[int] = []
+    try:
+        with forward_signals(lambda number, frame: received.append(number)):
+            yield
+    finally:
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager

@@ -38,7 +38,7 @@ MARK = "SCALEWISE_SUPERVISOR"
 """Environment variable that identifies the descendants of a supervisor after it has died."""
 ORPHAN_GRACE = 10.0
 """Time for the ranks of a killed supervisor to save checkpoints, in seconds."""
-IDLE_GRACE = 2.0
+IDLE_GRACE = 10.0
 """Time for an idle supervisor to exit, in seconds."""
 
 

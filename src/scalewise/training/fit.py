@@ -24,7 +24,13 @@ from scalewise.training.callbacks.reference_logprobs import ReferenceLogProbs
 from scalewise.training.device_setup import RankInfo, set_device
 from scalewise.training.lightning_module import TrainingModule
 from scalewise.training.signal_stop import STOP
-from scalewise.training.trainer import build_trainer, log_notes, silence_lightning, write_summary
+from scalewise.training.trainer import (
+    build_trainer,
+    log_notes,
+    restore_errors,
+    silence_lightning,
+    write_summary,
+)
 from scalewise.training.user_module import fit_user_module
 
 COST_PREFIXES = ("memory/", "throughput/", "time/")
@@ -88,7 +94,8 @@ def fit_run(
             first_callbacks.append(ReferenceLogProbs(run, real_loaders))
         trainer = build_trainer(run, folder, rank_info, steps, recorder, pruning, first_callbacks)
         try:
-            trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
+            with restore_errors(resume):
+                trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
             if resume and start == steps and rank_info.rank == 0:
                 manifest.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:

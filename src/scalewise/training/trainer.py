@@ -9,14 +9,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from traceback import walk_tb
 from typing import Any, cast
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 
+from scalewise.checkpoints import manifest
 from scalewise.compat.lightning import disable_signal_broadcast, replace_step_boundaries
 from scalewise.compat.lightning_hooks import StepHookTrainer
+from scalewise.errors import CheckpointError
+from scalewise.failures import describe_exception
 from scalewise.goodput import compute_goodput, read_attempts
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.planner.plan import dollars_per_billion_tokens, predicted_metrics
@@ -37,6 +41,26 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_FRACTION = 0.1
 """Fraction of the steps excluded from medians, while caches and allocators warm up."""
+
+
+CHECKPOINT_CONNECTOR = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+"""Module that passes the training state of a checkpoint to loops, schedules and callbacks."""
+
+
+@contextmanager
+def restore_errors(checkpoint: Path | None) -> Iterator[None]:
+    """Raise ``CheckpointError`` for a training state that Lightning cannot restore."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        frames = (frame for frame, _ in walk_tb(error.__traceback__))
+        modules = {frame.f_globals.get("__name__") for frame in frames}
+        if checkpoint is None or CHECKPOINT_CONNECTOR not in modules:
+            raise
+        reason = f"{manifest.TRAINING} cannot be restored: {describe_exception(error)}"
+        raise CheckpointError.for_key(
+            "resume", checkpoint, reason, manifest.RECOVERY_FIX
+        ) from error
 
 
 def build_trainer(

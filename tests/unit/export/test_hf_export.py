@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -19,11 +20,13 @@ from transformers import (
     LlamaConfig,
 )
 
+from scalewise import export
 from scalewise.checkpoints.trained_run import CONFIG_GROUPS, TrainedRun, save_tokenizer
 from scalewise.data import chat_templates
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
 from scalewise.export import AdapterExport, hf_export, staging_folder
+from scalewise.path_lock import PathLock
 from scalewise.run_config import RunConfig
 from scalewise.run_files import copy_file, read_json, write_json
 
@@ -322,6 +325,17 @@ def test_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+def test_export_on_a_full_disk_names_the_folder(tmp_path: Path) -> None:
+    """With the error of safetensors, which has no file name."""
+    error = SafetensorError("I/O error: No space left on device (os error 28)")
+    with (
+        pytest.raises(ConfigError, match=r"to=.*/export: the disk is full; free some space"),
+        staging_folder(tmp_path / "export"),
+    ):
+        raise error
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_export_removes_remains_of_a_killed_export(tmp_path: Path) -> None:
     to = tmp_path / "export"
     half = tmp_path / ".partial-export"
@@ -346,6 +360,26 @@ def test_concurrent_exports_do_not_mix(tmp_path: Path) -> None:
         ):
             pass
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["first"]
+
+
+def test_export_keeps_a_folder_that_another_export_has_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other export ends between the creation of the folder and its lock."""
+
+    def lock_after_rename(path: Path) -> PathLock:
+        lock = PathLock(path)
+        (path / "weights").write_text("a", "utf-8")
+        path.rename(tmp_path / "export")
+        return lock
+
+    monkeypatch.setattr(export, "PathLock", lock_after_rename)
+    with (
+        pytest.raises(ConfigError, match="is being written by another export"),
+        staging_folder(tmp_path / "export"),
+    ):
+        pass
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["weights"]
 
 
 def test_export_follows_no_links(tmp_path: Path) -> None:

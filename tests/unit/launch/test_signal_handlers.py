@@ -58,3 +58,36 @@ def test_error_without_a_signal_is_unchanged() -> None:
         signals.raise_on_signals("while it composes"),
     ):
         raise AttributeError("its own")
+
+
+def test_second_signal_does_not_keep_the_first_from_being_recorded() -> None:
+    recorded: list[str] = []
+
+    def record() -> None:
+        try:
+            with signals.raise_on_signals("inside"):
+                os.kill(os.getpid(), signal.SIGINT)
+        except Interrupted as error:
+            os.kill(os.getpid(), signal.SIGINT)
+            recorded.append(str(error))
+        with signals.raise_on_signals("in the next block"):
+            recorded.append("next")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="outside"), signals.raise_on_signals("outside"):
+        record()
+    assert recorded == ["SIGINT inside", "next"]
+
+
+def test_deferred_signal_is_raised_at_the_end_of_the_block() -> None:
+    recorded: list[str] = []
+
+    def defer() -> None:
+        with signals.defer_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            recorded.append("imported")
+        recorded.append("started")
+
+    with pytest.raises(Interrupted, match="SIGTERM outside"), signals.raise_on_signals("outside"):
+        defer()
+    assert recorded == ["imported"]
