@@ -1,7 +1,4 @@
-"""Operator graphs of a forward pass: tensor sizes, and the tensors saved for backward.
-
-The planner derives memory (a liveness simulation), FLOPs and memory traffic from the same graph.
-"""
+"""Operator graphs of a forward pass, of which the planner derives memory, FLOPs and traffic."""
 
 from __future__ import annotations
 
@@ -178,8 +175,7 @@ class Op:
     weight_gradient_first: bool = True
     """Whether the weight gradient is computed before the input gradients."""
     has_joint_backward: bool = False
-    """Whether backward computes the gradients of inputs and of the weight even if only one of them
-    is read, as in a split backward."""
+    """Whether backward computes both gradients, of inputs and weight, if only one is read."""
     forward_scratch: int = 0
     """Bytes of temporary tensors in forward."""
     backward_scratch: int = 0
