@@ -120,7 +120,30 @@ class SplitBackwardMemory:
         has_gradients = self._accumulates or point.finished[point.stage] > 0
         if self._converts_gradients(point.stage):
             has_gradients = point.follows_weights[point.stage]
-        return self._stages[point.stage].peaks[point.kind, not has_gradients]
+        peaks = self._stages[point.stage].peaks[point.kind, not has_gradients]
+        if point.kind is not PassKind.input_backward:
+            return peaks
+        # All blocks of the stage are gathered before the first one runs.
+        gathering, summing = self._gathering_peak(point), self._summed_gradients(point)
+        return {phase: max(size + summing, gathering) for phase, size in peaks.items()}
+
+    def _gathering_peak(self, point: SplitPoint) -> int:
+        """Size of the all-gather buffer of the last block, if the input backward gathers blocks."""
+        fsdp = self._states.fsdp
+        if fsdp is None or fsdp.num_shards == 1 or fsdp.keeps_unsharded:
+            return 0
+        return 0 if point.follows_backward[point.stage] else self._step.gather_buffer_bytes
+
+    def _summed_gradients(self, point: SplitPoint) -> int:
+        """Bytes by which the first sum of gradients is larger than these gradients."""
+        stage = point.stage
+        is_first_sum = point.follows_weights[stage] and not point.continues_backward[stage]
+        if not (is_first_sum and self._converts_gradients(stage)):
+            return 0
+        assert self._states.fsdp is not None
+        element_bytes = self._step.configs.gradient_element_bytes
+        gradients = self._stages[stage].gradient_bytes
+        return gradients * self._states.fsdp.reduced_element_bytes // element_bytes - gradients
 
     @property
     def _accumulates(self) -> bool:

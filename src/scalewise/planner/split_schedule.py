@@ -202,7 +202,8 @@ def _distinct_points(schedule: SplitSchedule) -> tuple[SplitPoint, ...]:
         points[(*point[:4], progress, *point[6:])] = point
         counts[kind][stage] += 1
         follows_backward[stage] = kind is not PassKind.forward
-        if kind is not PassKind.forward:
+        if kind is PassKind.input_backward:
             continues_backward[stage] |= follows_weights[stage]
+        if kind is not PassKind.forward:
             follows_weights[stage] = kind is PassKind.weight_backward
     return tuple(points.values())

@@ -71,3 +71,18 @@ def test_input_backward_after_a_weight_backward_is_part_of_the_state() -> None:
         if point.kind is PassKind.weight_backward
     }
     assert states == {(False, False, False), (True, False, True)}
+
+
+def test_weight_backward_after_another_is_no_input_backward() -> None:
+    """The second rank runs weight backwards of two micro-batches one after another."""
+    passes = SplitSchedule(INTERLEAVED, 2, 1, 2, 4).passes
+    kinds = [it.kind for it in passes if it.stage == 1 and it.kind is not PassKind.forward]
+    first_weights = kinds.index(PassKind.weight_backward)
+    assert kinds[first_weights : first_weights + 2] == [PassKind.weight_backward] * 2
+    before_sum = [
+        point
+        for point in SplitSchedule(INTERLEAVED, 2, 1, 2, 4).points
+        if point.finished[1] == 2 and point.finished_inputs[1] == 2
+    ]
+    assert before_sum
+    assert not any(point.continues_backward[1] for point in before_sum)
