@@ -163,7 +163,13 @@ def _missing_reason(path: Path, suffixes: frozenset[str], example: str) -> tuple
         return "is a folder", str(path / name)
     if os.path.islink(path):
         return f"is a link to {os.readlink(path)}, which does not exist", example
-    return ("is not a regular file" if os.path.exists(path) else "no such file"), example
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return "no such file", example
+    except OSError as error:  # such as a name that is too long
+        return str(error.strerror), example
+    return "is not a regular file", example
 
 
 def _full_suffix(path: Path) -> str:

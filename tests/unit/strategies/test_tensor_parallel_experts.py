@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from scalewise.checkpoints.strided_shards import has_strided_rows
 from scalewise.compat.torch_distributed import clear_sharding_caches, init_fake_process_group
+from scalewise.models.base import TPStyle
 from scalewise.models.decoder.moe import ExpertMatrices
 from scalewise.strategies.tensor_parallel_experts import ShardedExperts, fsdp_shard_dim
 
@@ -38,7 +39,7 @@ def sharded_matrices(mesh: DeviceMesh, *, column: bool) -> tuple[torch.Tensor, E
     matrices = ExpertMatrices(EXPERTS, ROWS, COLUMNS)
     numbers = torch.arange(EXPERTS * ROWS * COLUMNS, dtype=torch.float32)
     matrices.weight = nn.Parameter(numbers.view(EXPERTS * ROWS, COLUMNS))
-    style = ShardedExperts(column=column, expert_mesh=mesh)
+    style = ShardedExperts(TPStyle.expert_column if column else TPStyle.expert_row, mesh)
     parallelize_module(matrices, mesh["tensor"], style)
     return numbers.view(EXPERTS, ROWS, COLUMNS), matrices
 
