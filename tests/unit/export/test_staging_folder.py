@@ -1,4 +1,4 @@
-"""Exports are written beside their folder and renamed when they are complete."""
+"""Exports are written to a temporary folder, which is renamed when they are complete."""
 
 from __future__ import annotations
 
