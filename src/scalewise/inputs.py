@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from scalewise import registry
+from scalewise import registry, regular_files
 from scalewise.data.base import DataConfig
 from scalewise.data.input_files import combine_digests, file_digests, match_paths, sampled_digests
 from scalewise.data.remote_files import copy_inputs, is_remote
@@ -44,7 +44,7 @@ def _dataset_digests(path: object) -> list[str]:
 
 
 def _model_digests(path: object) -> list[str]:
-    folder = Path(str(path)).expanduser()
+    folder = regular_files.expand_home(str(path))
     files = (
         [folder] if folder.is_file() else [folder / "config.json", *folder.glob("*.safetensors")]
     )
@@ -255,7 +255,7 @@ def _join_launch_folder(base: Path, value: object, folder: Path) -> object:
         return value
     if isinstance(value, str):
         launch = read_json(folder / INPUTS_FILE).get("launch_folder")
-        path = Path(value).expanduser()
+        path = regular_files.expand_home(value)
         if launch is not None and path.is_absolute() and path.is_relative_to(launch):
             path = path.relative_to(launch)
         return str(base / path)

@@ -106,3 +106,24 @@ def test_absent_and_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"a\r\nb\xff")
     (tmp_path / "link").symlink_to("file")
     assert regular_files.read_text(tmp_path / "link", errors="replace") == "a\nb\ufffd"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["report"], ["status"], ["publish"], ["evaluate"], ["export"], ["import"], ["lab", "grade"]],
+    ids=" ".join,
+)
+def test_folder_of_a_user_that_does_not_exist_is_not_found(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "~no_such_user/run"]) == 2
+    assert "~no_such_user/run" in capsys.readouterr().err
+    assert regular_files.expand_home("~no_such_user/run") == Path("~no_such_user/run")
+
+
+def test_home_folders_are_expanded_in_one_place() -> None:
+    source = Path(regular_files.__file__).parent
+    # Path.expanduser raises RuntimeError for an unknown user.
+    assert not [
+        file for file in source.rglob("*.py") if ").expanduser()" in file.read_text("utf-8")
+    ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import ClassVar, Self
 
+from scalewise import regular_files
 from scalewise.adapters import target_modules
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight, is_adapter_weight
@@ -54,7 +54,7 @@ class AdapterConfig:
         """
         if self.resume is None:
             return self
-        folder = Path(self.resume).expanduser().absolute()
+        folder = regular_files.expand_home(self.resume).absolute()
         *_, newest = [None, *sorted((folder / "checkpoints").glob("step-*/manifest.json"))]
         return with_fields(self, resume=str(newest.parent if newest else folder))
 

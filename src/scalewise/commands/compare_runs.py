@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table
 
+from scalewise import regular_files
 from scalewise.console import MISSING
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.metric_names import METRICS
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 def _read_runs(arguments: Sequence[str]) -> list[RunRecord]:
     runs, issues = [], []
     for argument in arguments:
-        run = records.read_run(Path(argument).expanduser())
+        run = records.read_run(regular_files.expand_home(argument))
         if run is None:
             reason = f"{argument} is not a run folder: it has no readable status.json"
             fix = "name a run folder, or restore the file from a copy"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.commands import export_config, run_arguments
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
@@ -27,7 +27,9 @@ def main(arguments: Sequence[str]) -> int:
         fix = f"choose one of adapter={', '.join(AdapterExport)}"
         issues.append(ConfigIssue("adapter", adapter_format, "is not an export format", fix))
     folder, options = run_arguments.read_arguments("export", arguments, DEFAULTS, issues)
-    target = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
+    target = (
+        regular_files.expand_home(options["to"]).absolute() if options["to"] else folder / "export"
+    )
     from scalewise.export import hf_export as exports
 
     check_target_free(target)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(paths) != 1:
         fix = f"scalewise import {library} FILE"
         raise ConfigError.for_key("", "", f"requires one file, not {len(paths)}", fix)
-    path = Path(paths[0]).expanduser()
+    path = regular_files.expand_home(paths[0])
     if library == "accelerate":
         translation = accelerate_import.translate(_read_yaml(path), path.parent)
     else:

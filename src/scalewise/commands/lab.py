@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from scalewise import regular_files
 from scalewise.bench import lab_record, record
 from scalewise.commands import show_grades
 from scalewise.config import app, labs
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             _print_labs()
             return 0
         case ["grade", *folders]:
-            return _grade_folders([Path(folder).expanduser() for folder in folders])
+            return _grade_folders([regular_files.expand_home(folder) for folder in folders])
         case ["record", name, *overrides]:
             return _record_lab(labs.find_lab(name), overrides)
         case [name] if name != "record":

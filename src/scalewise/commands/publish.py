@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.failures import report_errors
 from scalewise.run_files import read_json
@@ -53,7 +54,7 @@ def _check_folders(arguments: Sequence[str]) -> list[Path]:
         raise ConfigError.for_key(
             "", "", "no folder given", "scalewise publish runs/NAME/TIMESTAMP"
         )
-    folders = [Path(argument).expanduser().absolute() for argument in arguments]
+    folders = [regular_files.expand_home(argument).absolute() for argument in arguments]
     fix = "name a folder with a status.json or a sweep.json"
     issues = [
         ConfigIssue("", "", f"{argument} is not a folder of a run or a sweep", fix)

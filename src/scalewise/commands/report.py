@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue
 from scalewise.reports import html_report
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write ``report.html`` and ``report_spec.json`` to each folder and print the paths."""
     if not arguments:
         raise ConfigError.for_key("", "", "no folder given", "scalewise report runs/NAME/TIMESTAMP")
-    folders = [Path(argument).expanduser() for argument in arguments]
+    folders = [regular_files.expand_home(argument) for argument in arguments]
     if missing := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ConfigError(ConfigIssue("", "", f"{name} is not a folder") for name in missing)
     for folder in folders:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise import inputs
+from scalewise import inputs, regular_files
 from scalewise.config.parse import parse_group, parse_value
 from scalewise.errors import ConfigError, ConfigIssue, did_you_mean
 from scalewise.objectives import UserModule
@@ -46,7 +46,10 @@ def read_arguments(
         issues.append(ConfigIssue("", "", reason, f"scalewise {command} runs/NAME/TIMESTAMP"))
     if issues:
         raise ConfigError(issues)
-    return Path(folders[0]).expanduser().absolute(), {**defaults, **parse_options(arguments)}
+    return regular_files.expand_home(folders[0]).absolute(), {
+        **defaults,
+        **parse_options(arguments),
+    }
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, str]:

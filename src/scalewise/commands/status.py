@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalewise import regular_files
 from scalewise.console import MISSING
 from scalewise.errors import ConfigError
 from scalewise.launch import job_progress
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print a table for each folder; on a terminal, update it until all jobs have ended."""
     if not arguments:
         raise ConfigError.for_key("", "", "no folder given", "scalewise status runs/NAME/TIMESTAMP")
-    folders = [Path(argument).expanduser() for argument in arguments]
+    folders = [regular_files.expand_home(argument) for argument in arguments]
     for folder in folders:
         release_reserved(folder)
     console = get_console()

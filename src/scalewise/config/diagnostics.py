@@ -5,6 +5,7 @@ For malformed text Hydra and OmegaConf raise many exception types, hence the bro
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from hydra import compose
@@ -39,6 +40,8 @@ from scalewise.redaction import contains_secret
 from scalewise.typed_override import shell_word
 
 GRAMMAR = "write group=option or group.key=value, and quote values with spaces"
+_HOME_PATH = re.compile(r"(?<=[=\[,])~[^\[\](){},:=\"'\\]*/[^\[\](){},:=\"'\\]*")
+"""Paths from a home folder, which Hydra requires to be quoted."""
 
 
 def translate_hydra_error(
@@ -139,17 +142,26 @@ def diagnose_overrides(
 
 
 def _parse_override(text: str, issues: list[ConfigIssue]) -> Override | None:
+    """Parse an override; add an issue and return None, or one with its paths quoted, if invalid."""
+    override = _try_parse(text)
+    if override is None:
+        key, _, value = text.partition("=")
+        quoted = _HOME_PATH.sub(r"'\g<0>'", text)
+        override = _try_parse(quoted)
+        if override is None:
+            quoted = typed_override.override(key, value)
+        is_rejected = override is None and _is_rejected(quoted)
+        fix = GRAMMAR if is_rejected else f"write {shell_word(quoted)}"
+        issues.append(ConfigIssue("", "", f"cannot parse the override '{format_value(text)}'", fix))
+    return override
+
+
+def _try_parse(text: str) -> Override | None:
     try:
         override = OverridesParser.create().parse_override(text)
     except Exception:  # the parser raises several types
-        override = None
-    if override is None or not override_key(override).strip("./@ "):
-        key, _, value = text.partition("=")
-        quoted = typed_override.override(key, value)
-        fix = GRAMMAR if _is_rejected(quoted) else f"write {shell_word(quoted)}"
-        issues.append(ConfigIssue("", "", f"cannot parse the override '{format_value(text)}'", fix))
         return None
-    return override
+    return override if override_key(override).strip("./@ ") else None
 
 
 def _is_rejected(override: str) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from pathlib import Path
 
 import torch
 
+from scalewise import regular_files
 from scalewise.checkpoints.trained_run import TrainedRun
 from scalewise.data import image_io
 from scalewise.data.chat import ChatData, Seq2SeqData
@@ -95,7 +95,9 @@ def sample_text(
 def _read_pixels(file: str, image_size: int) -> torch.Tensor:
     """Read and resize an image; raise ``ConfigError`` if it cannot be read."""
     try:
-        image_CHW = image_io.resize_image(image_io.read_image(Path(file).expanduser()), image_size)
+        image_CHW = image_io.resize_image(
+            image_io.read_image(regular_files.expand_home(file)), image_size
+        )
     except ValueError as error:
         fix = "set prompt=FILE to an image file, such as .png, .jpg or .npy"
         raise ConfigError.for_key("prompt", file, str(error), fix) from error

@@ -112,7 +112,7 @@ def _pretrained_folder(model: ModelConfig) -> Path | None:
             return hub.model_folder(model.path, hub.CONFIG_FILES)
         except ConfigError:
             return None
-    path = Path(model.pretrained_path).expanduser() if model.pretrained_path else None
+    path = regular_files.expand_home(model.pretrained_path) if model.pretrained_path else None
     return path if path is None or path.is_dir() else path.parent
 
 
@@ -125,7 +125,7 @@ def _tokenizer_folder(trained_run: TrainedRun) -> Path | None:
     if configured is None:
         return None
     if configured:
-        path = Path(configured).expanduser()
+        path = regular_files.expand_home(configured)
         return path if path.is_dir() else path.parent
     model_file = trained_run.model.find_tokenizer_file()
     return model_file.parent if model_file else None
@@ -136,7 +136,7 @@ def _tokenizer_file(trained_run: TrainedRun, tokenizer_folder: Path | None) -> P
     if (run_file := trained_run.folder / TOKENIZER_FILE).is_file():
         load_tokenizer(run_file)
         return run_file
-    configured = Path(getattr(trained_run.data, "tokenizer", None) or "").expanduser()
+    configured = regular_files.expand_home(getattr(trained_run.data, "tokenizer", None) or "")
     if configured.is_file():
         return configured
     if tokenizer_folder is not None and (tokenizer_folder / TOKENIZER_FILE).is_file():

@@ -23,6 +23,7 @@ from optuna.importance import PedAnovaImportanceEvaluator
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from scalewise import regular_files
 from scalewise.compat.optuna_submitit import trial_id
 from scalewise.errors import ConfigError
 from scalewise.hpo import storage
@@ -197,7 +198,9 @@ def open_study(config: SearchConfig, space: Sequence[Axis], sweep: Path) -> Optu
 
     Raises ``ConfigError`` if the stored study has other axes, objectives or constraints.
     """
-    file = str(Path(config.storage).expanduser().absolute() if config.storage else sweep / JOURNAL)
+    file = str(
+        regular_files.expand_home(config.storage).absolute() if config.storage else sweep / JOURNAL
+    )
     study_storage = storage.open_storage(file)
     names = optuna.get_all_study_names(study_storage)
     name = config.study or (names[0] if len(names) == 1 else sweep.parent.name)

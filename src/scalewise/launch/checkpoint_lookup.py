@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scalewise import inputs, registry
+from scalewise import inputs, registry, regular_files
 from scalewise.checkpoints import manifest
 from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
@@ -43,7 +43,7 @@ def find_checkpoint(
     if resume is None:
         return None
     if resume not in ("last", "auto"):
-        path = _resolve_path(Path(resume).expanduser())
+        path = _resolve_path(regular_files.expand_home(resume))
     else:
         path = _newest_checkpoint(resume, folder, in_sweep)
         if path is None and resume == "auto":

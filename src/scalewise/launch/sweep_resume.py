@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from scalewise import regular_files
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, did_you_mean
 from scalewise.launch import locks, slurm_cli
 from scalewise.launch.config_hash import config_hash, hash_of_folder, is_same_job
@@ -105,7 +106,7 @@ def resumed_folder(sweep: str, new_folder: Path) -> Path:
             reason = f"there is no sweep under {new_folder.parent}"
             raise ConfigError.for_key("resume_sweep", sweep, reason, "set resume_sweep=DIR")
     else:
-        folder = Path(sweep).expanduser().absolute()
+        folder = regular_files.expand_home(sweep).absolute()
     record = load_json(folder / "sweep.json")
     if not record:
         reason = "contains no readable sweep.json"

@@ -11,10 +11,10 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError, ScalewiseError
 from scalewise.redaction import redact, remember_secret
 
@@ -158,7 +158,7 @@ def has_key(server: str) -> bool:
     hosts = [urlsplit(server).hostname or ""]
     if server == str(wandb.Settings().base_url):
         hosts.append(LEGACY_HOST)
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    file = regular_files.expand_home(os.environ.get("NETRC", "~/.netrc"))
     try:
         logins = netrc.netrc(str(file))
     except (OSError, netrc.NetrcParseError):

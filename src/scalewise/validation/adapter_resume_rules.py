@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scalewise import registry
+from scalewise import registry, regular_files
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.checkpoints import manifest, peft_import
 from scalewise.checkpoints.initial_parameters import KEY, parse_config, resolved_config
@@ -73,7 +73,7 @@ def _base_model_issues(
         current = current_config["model"].get(key)  # type: ignore[attr-defined]  # plain containers
         if key == "weights" and recorded is not None and current is not None:
             recorded, current = (
-                str(Path(path).expanduser().absolute()) for path in (recorded, current)
+                str(regular_files.expand_home(path).absolute()) for path in (recorded, current)
             )
         if recorded != current and key != "dropout":
             yield _field_issue(f"model.{key}", current, recorded, checkpoint)

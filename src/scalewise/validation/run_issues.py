@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from math import isfinite
-from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, local_world_size, this_machine
 from scalewise.run_config import RunConfig
@@ -97,7 +97,10 @@ def iter_machine_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     yield from device_issues(run)
     yield from compiler_issues(run)
     yield from fp16_issues(run)
-    if run.resume not in (None, "last", "auto") and not Path(run.resume).expanduser().exists():
+    if (
+        run.resume not in (None, "last", "auto")
+        and not regular_files.expand_home(run.resume).exists()
+    ):
         reason = "no such checkpoint folder"
         yield ConfigIssue("resume", run.resume, reason, "set a path, or resume=null")
     if run.adapter.resume is not None and not any(_group_issues(run)):

@@ -1,6 +1,7 @@
 """Invalid overrides: key, reason and fix."""
 
 import re
+from pathlib import Path
 
 import pytest
 from fixtures.rejections import (
@@ -187,6 +188,23 @@ def test_issue_names_key_reason_and_fix(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("adapter.resume=~/a run", "write \"adapter.resume='~/a run'\""),
+        ("data.paths=[~/a.txt,b.txt,~/*.md]", "write \"data.paths=['~/a.txt',b.txt,'~/*.md']\""),
+    ],
+)
+def test_fix_of_paths_in_the_home_folder_quotes_them(
+    override: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "c.md"):
+        Path(name).write_text("text")
+    assert rejection_issues(["adapter=lora", "data=text", override])[0].fix == fix
 
 
 def test_issues_are_reported_at_once() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
 from scalewise.models.hf.hub import model_tokenizer
@@ -320,5 +321,5 @@ class HuggingFaceConfig(ModelConfig):
         if census != full_census:
             reason = "differs from the number of layers of the pretrained weights"
             yield ConfigIssue("model.depth", self.depth, reason, "set model.init=random")
-        if Path(self.path).expanduser().is_dir():
+        if regular_files.expand_home(self.path).is_dir():
             yield from weight_issues(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import shorten
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError
 
 KEY = "model.path"
@@ -19,7 +20,7 @@ def model_folder(path: str, files: tuple[str, ...]) -> Path:
     Raises:
         ConfigError: There is no such folder, and neither the cache nor the Hub has the model.
     """
-    folder = Path(path).expanduser()
+    folder = regular_files.expand_home(path)
     if folder.is_dir():
         return folder
     fix = "set model.path=FOLDER written by save_pretrained, or HF_HOME=CACHE with the model"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from scalewise import regular_files
 from scalewise.compat.torch import unset_fake_temporarily
 from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models import build, init
@@ -84,7 +85,7 @@ def open_checkpoint(path: str, depth: int | None) -> PretrainedTensors:
 @model_info.weight_issues.register(HuggingFaceConfig)
 def _weight_issues(config: HuggingFaceConfig) -> tuple[ConfigIssue, ...]:
     """Issues of the weights; cached until a file changes."""
-    folder = Path(config.path).expanduser()
+    folder = regular_files.expand_home(config.path)
     stats = ((file, file.stat()) for file in sorted(folder.glob("*.safetensors*")))
     signature = tuple((str(file), stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     return _check_weights(config.path, signature)
