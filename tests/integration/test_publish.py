@@ -16,6 +16,8 @@ from fixtures.wandb_http import STREAM, UPLOAD
 from fixtures.wandb_server import ENTITY, ServedRun, WandbServer
 from fixtures.wandb_views import Views
 
+from scalewise.path_lock import PathLock
+
 EXHAUSTIVE = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
 READ_OPERATIONS = {"HEAD", "Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
@@ -313,6 +315,18 @@ def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
     assert "1/2 " in result.out
     assert "not uploaded: " in result.out
     assert_rows_are_those_of(complete_job, run_of(server, complete_job))
+
+
+def test_publish_skips_a_sweep_that_another_process_publishes(
+    sweep: RunDir, run_cli: CliRunner
+) -> None:
+    before = sweep.content
+    with start_server() as server, PathLock(sweep.path):
+        result = publish(run_cli, server, sweep.path)
+        assert not server.runs
+    assert result.code == 1
+    assert "skipped: another process publishes it" in result.out
+    assert sweep.content == before
 
 
 @EXHAUSTIVE

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.errors import ScalewiseError
+from scalewise.path_lock import PathLock
 from scalewise.reports import html_report, wandb_report
 from scalewise.run_files import load_json, read_json, write_json
 from scalewise.tracking import sweep_record
@@ -45,6 +46,14 @@ class ReportPublication:
 
     def publish(self) -> bool:
         """Upload everything, print failures, and return whether nothing failed."""
+        try:
+            with PathLock(self._folder):  # two uploads would create two reports
+                return self._publish()
+        except BlockingIOError:
+            self._print_status(self._folder, "skipped: another process publishes it")
+            return False
+
+    def _publish(self) -> bool:
         uploaded = [
             (synced_run, run)
             for synced_run in self._iter_tracked_runs()
