@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from scalewise import regular_files
+
 PILLOW_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 """Formats that are read, by their names in Pillow; none of them starts a program. PPM includes all
 portable pixmaps."""
@@ -27,11 +29,15 @@ def read_image(path: Path) -> NDArray[np.uint8]:
     orientation.
     """
     try:
+        regular_files.check_regular(path)  # opening a FIFO would block
         pixels = _read_npy(path) if path.suffix.lower() == ".npy" else _read_with_pillow(path)
     except (OSError, EOFError) as error:
         raise ValueError(f"has an image that cannot be read: {path.name} ({error})") from error
     except ValueError as error:
         raise ValueError(f"has a file that is not an image: {path.name} ({error})") from error
+    except regular_files.IrregularFileError as error:
+        reason = f"has an image that cannot be read: {error.issues[0].reason}"
+        raise ValueError(reason) from error
     except ImportError as error:
         reason = f"has an image that requires Pillow, which is not installed: {path.name}"
         raise ValueError(f"{reason} ({PILLOW_FIX})") from error

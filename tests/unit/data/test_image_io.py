@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -110,3 +111,11 @@ def test_array_archive_is_rejected_as_image(tmp_path: Path) -> None:
         ValueError, match=r"has a file that is not an image: a\.NPY .it contains several arrays"
     ):
         image_io.read_image(tmp_path / "a.NPY")
+
+
+@pytest.mark.parametrize("name", ["pipe.npy", "pipe.png"])
+def test_fifo_is_rejected_as_image(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"has an image that cannot be read: .*is a FIFO"):
+        image_io.read_image(path)
