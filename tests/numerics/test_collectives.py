@@ -74,6 +74,7 @@ MUON = ("ddp", "fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
 RUN_OPTIONS = {**RECOMPUTE_OPTIONS, "muon": ("optimizer=muon",)}
 CI_CASES = (
     ("gpt2", "tensor", "full"),
+    ("gpt2", "pipeline_shard_zbv_zero_bubble", "none"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "fsdp", "loss"),
     ("llama", "fsdp", "spikes"),

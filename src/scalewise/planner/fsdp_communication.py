@@ -64,7 +64,7 @@ def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
         *(("the experts of a block", it, count, gathers.block, True) for _, it, count in counts),
         ("the embedding", groups.embedding, 1, gathers.embedding, False),
         ("the head", groups.head, 1, gathers.last, True),
-        ("the rest", groups.root, 1, gathers.last, False),
+        *(("the rest", root, 1, gathers.last, False) for root in groups.stage_roots),
     ):
         if not weights:
             continue

@@ -183,7 +183,9 @@ class FSDPGroups:
     all: WeightGroup
     """Weights of all groups."""
     root: WeightGroup
-    """Weights that no other group contains."""
+    """Weights that no other group contains, of all stages."""
+    stage_roots: tuple[WeightGroup, ...]
+    """The same by pipeline stage; each stage is gathered by itself."""
     embedding: WeightGroup = EMPTY
     """Token embedding, unless the head shares it."""
     head: WeightGroup = EMPTY
@@ -273,15 +275,22 @@ def _rank_weights(
     styles, tied = _tensor_parallel_styles(adapter, model), model.tied_weights
     block, other = weight_census_by_kind(quantization, adapter, model)
     groups: dict[str, list[Weight]] = {name: [] for name in ("all", *model.end_modules, "root")}
+    roots: list[list[Weight]] = [[] for _ in stages]
     for weight in other:
         owners = (name for name in model.end_modules if weight.name.startswith(f"{name}."))
+        owner = next(owners, "root")
         sharded = shard_weight(weight, styles, ranks) if ranks > 1 else weight
         # The first and the last stage of a V-shaped schedule each have a copy of a tied weight.
-        copies = [sharded] * sum(_is_in_stage(stage, weight, tied) for stage in stages)
-        groups["all"].extend(copies)
-        groups[next(owners, "root")].extend(copies)
-    every, *ends, root = (_unique(WeightGroup(weights)) for weights in groups.values())
-    return _shard_block(block, styles, ranks, expert_ranks), FSDPGroups(every, root, *ends)
+        for stage, root in zip(stages, roots, strict=True):
+            if _is_in_stage(stage, weight, tied):
+                groups["all"].append(sharded)
+                groups[owner].append(sharded)
+                if owner == "root":
+                    root.append(sharded)
+    every, *ends, rest = (_unique(WeightGroup(weights)) for weights in groups.values())
+    stage_roots = tuple(_unique(WeightGroup(root)) for root in roots if root)
+    groups_of_ends = FSDPGroups(every, rest, stage_roots, *ends)
+    return _shard_block(block, styles, ranks, expert_ranks), groups_of_ends
 
 
 def _shard_block(
