@@ -46,10 +46,8 @@ def read_arguments(
         issues.append(ConfigIssue("", "", reason, f"scalewise {command} runs/NAME/TIMESTAMP"))
     if issues:
         raise ConfigError(issues)
-    return regular_files.expand_home(folders[0]).absolute(), {
-        **defaults,
-        **parse_options(arguments),
-    }
+    folder = regular_files.expand_home(folders[0]).absolute()
+    return folder, {**defaults, **parse_options(arguments)}
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, str]:
